@@ -1,0 +1,43 @@
+"""How one process tells another where its cache memory lies: the address of a data-plane region."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+DESCRIPTOR_VERSION = 1
+"""Version of `RegionDescriptor` that this code writes; any other version is refused at connect."""
+
+
+class Memory(enum.StrEnum):
+    """Kind of memory that a region's data lies in."""
+
+    HOST = "host"
+    CUDA = "cuda"
+    NPU = "npu"
+
+
+class RegionDescriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """Address of one region: enough for a peer to connect to it, never enough to write without a grant.
+
+    `transport` names the adapter ("shm", "fake", ...), `version` is `DESCRIPTOR_VERSION`. `peer_id` and `incarnation` name
+    the owning process's worker and its start; `region_id` is unique within that incarnation. The data part begins `base`
+    bytes into the transport's own object and has `length` bytes; every offset in manifests and runs counts from there.
+    The header holds `num_cells` generation cells (u64). `generation` is the region's own: it differs when the owner
+    replaces the memory under the same id. `device` is the device's name as its runtime spells it ("cpu", "npu:0").
+    `opaque` is read by the transport alone (for "shm", the path of the socket that hands out the descriptor).
+    """
+
+    transport: str
+    peer_id: str
+    incarnation: str
+    region_id: str
+    base: int
+    length: int
+    num_cells: int
+    opaque: str
+    version: int = DESCRIPTOR_VERSION
+    generation: int = 0
+    memory: Memory = Memory.HOST
+    device: str = "cpu"
