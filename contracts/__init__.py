@@ -1,0 +1,1 @@
+"""What crosses a process boundary in pdmesh, and nothing else: structs, subjects, errors. No I/O."""

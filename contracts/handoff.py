@@ -1,0 +1,217 @@
+"""The messages of a handoff: reserve, run, parts, commit, takeover, release, and the record that the broker keeps of it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from contracts.codec import Versioned
+from contracts.errors import ErrorInfo
+from contracts.manifest import Namespace, Role
+from contracts.requests import FinishReason, Refused, Route, SamplingParams, WorkerRef
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to write one request's cache into a decode worker, the same on each of its ranks.
+
+    `block_ids` in the order of the sequence; `slot` is the row of its recurrent states. A write is legal only while every
+    touched cell of the region's header holds `generation`.
+    """
+
+    worker_id: str
+    incarnation: str
+    generation: int
+    block_ids: tuple[int, ...]
+    slot: int
+
+
+class ReserveDecode(Versioned, frozen=True, kw_only=True, tag="reserve_decode"):
+    """Broker to decode: set memory aside for prompt + max_tokens, before prefill runs."""
+
+    handoff_id: str
+    request_id: str
+    attempt: int
+    router_id: str
+    incarnation: str
+    source: WorkerRef
+    fence: int
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    timeout_ms: int
+
+
+class Reserved(Versioned, frozen=True, kw_only=True, tag="reserved"):
+    """Decode to broker: the memory is there; the leading `num_cached_tokens` need not be sent."""
+
+    handoff_id: str
+    grant: Grant
+    num_cached_tokens: int
+    prepare_ms: float
+
+
+ReserveAnswer: TypeAlias = Reserved | Refused
+
+
+class RunPrefill(Versioned, frozen=True, kw_only=True, tag="run_prefill"):
+    """Broker to prefill: compute the prompt, push its cache into the grant."""
+
+    handoff_id: str
+    request_id: str
+    attempt: int
+    router_id: str
+    incarnation: str
+    fence: int
+    num_prompt_tokens: int
+    prompt_hash: str
+    sampling: SamplingParams
+    timeout_ms: int
+    grant: Grant
+    num_cached_tokens: int
+
+
+class RunMixed(Versioned, frozen=True, kw_only=True, tag="run_mixed"):
+    """Broker to a mixed worker: compute the prompt and go on decoding."""
+
+    handoff_id: str
+    request_id: str
+    attempt: int
+    router_id: str
+    incarnation: str
+    fence: int
+    num_prompt_tokens: int
+    prompt_hash: str
+    sampling: SamplingParams
+    timeout_ms: int
+
+
+class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One part's done ranges `[start, end)`: token positions for KEY and VALUE, `[0, 1)` for a state."""
+
+    namespace: Namespace
+    role: Role
+    layer: int
+    destination_rank: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+class PartsReport(Versioned, frozen=True, kw_only=True, tag="parts_report"):
+    """Prefill to broker: everything that one source rank has finished so far. Cumulative: the latest `revision` says it all."""
+
+    handoff_id: str
+    incarnation: str
+    source_rank: int
+    revision: int
+    parts: tuple[PartDone, ...]
+    num_bytes: int
+    push_ms: float
+
+
+class QueryParts(Versioned, frozen=True, kw_only=True, tag="query_parts"):
+    """Broker to prefill: report all parts again (verb `parts`); a report may have been lost."""
+
+    handoff_id: str
+
+
+class PartsAnswer(Versioned, frozen=True, kw_only=True, tag="parts_answer"):
+    """One report for each source rank that has any."""
+
+    handoff_id: str
+    reports: tuple[PartsReport, ...]
+
+
+class PrefillFinished(Versioned, frozen=True, kw_only=True, tag="prefill_finished"):
+    """Prefill to broker: the prompt is computed.
+
+    With a `finish_reason` the first token ended the request, with an `error` the prefill failed: then there is no commit.
+    """
+
+    handoff_id: str
+    incarnation: str
+    first_token: int | None = None
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    num_cached_tokens: int = 0
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+
+
+class CommitHandoff(Versioned, frozen=True, kw_only=True, tag="commit_handoff"):
+    """Broker to decode: the ledger is closed and the request is yours. Idempotent by handoff id."""
+
+    handoff_id: str
+    incarnation: str
+    fence: int
+    first_token: int
+    num_cached_tokens: int
+    timeout_ms: int
+
+
+class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
+    """Decode to broker: the first decode step has been enqueued. Durations are decode's own.
+
+    `first_step_ns` is the host's monotonic clock when the first decode step began.
+    """
+
+    handoff_id: str
+    incarnation: str
+    prepare_ms: float
+    enqueue_ms: float
+    total_ms: float
+    first_step_ns: int
+
+
+class ReleaseHandoff(Versioned, frozen=True, kw_only=True, tag="release_handoff"):
+    """Broker to either worker: the request's memory may go back. Idempotent; also a tombstone for a run not yet seen."""
+
+    handoff_id: str
+    reason: str
+    tombstone_ms: int
+
+
+class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
+    """Decode or mixed to broker: no more tokens will come."""
+
+    handoff_id: str
+    incarnation: str
+    num_tokens: int
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+
+
+class HandoffState(StrEnum):
+    """Where a handoff is. The last three are terminal."""
+
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    COMMITTED = "committed"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether nothing can follow."""
+        return self in {HandoffState.FINISHED, HandoffState.CANCELLED, HandoffState.FAILED}
+
+
+class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", omit_defaults=True):
+    """The durable truth about one handoff: the value of its key in `PD_HANDOFFS`. Messages are hints, this decides."""
+
+    handoff_id: str
+    request_id: str
+    attempt: int
+    router_id: str
+    route: Route
+    state: HandoffState
+    fence: int
+    num_prompt_tokens: int
+    max_tokens: int
+    deadline_at: str
+    grant: Grant | None = None
+    first_token: int | None = None
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None

@@ -1,0 +1,279 @@
+"""What a worker's asyncio process and its rank processes say to each other, one msgpack message a datagram.
+
+Every command is answered by every rank, in the order in which commands were sent; `PartPushed` and `RankProgress` come on
+their own. Versions are not mixed here: both ends are the same build.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final, TypeAlias, TypeVar
+
+import msgspec
+
+from contracts.dataplane import RegionDescriptor
+from contracts.errors import CodecError, ErrorInfo
+from contracts.handoff import Grant
+from contracts.manifest import Namespace, RankManifest, Role
+from contracts.requests import SamplingParams, WorkerRef
+
+MAX_RANK_MESSAGE_BYTES: Final = 192 * 1024
+
+
+class CollectivesKind(StrEnum):
+    """How the ranks of a worker add up their partial results."""
+
+    SHARED_MEMORY = "shared_memory"
+    GLOO = "gloo"
+    THREADS = "threads"
+
+
+class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
+    """The first message to a rank: load your shard, allocate your region. Answered by `RankStarted`."""
+
+    worker_id: str
+    incarnation: str
+    rank: int
+    tp: int
+    model_dir: str
+    block_size: int
+    num_blocks: int
+    num_slots: int
+    max_step_tokens: int
+    max_step_sequences: int
+    dtype: str = "float32"
+    device: str = "cpu"
+    num_speculative_tokens: int = 0
+    collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY
+    collective_timeout_ms: int = 30_000
+    transport: str = "shm"
+    transport_dir: str = ""
+    failpoints: str = ""
+
+
+class RankProgress(msgspec.Struct, frozen=True, kw_only=True, tag="rank_progress"):
+    """How far the start has come, for people."""
+
+    rank: int
+    phase: str
+    done: int
+    total: int
+
+
+class RankStarted(msgspec.Struct, frozen=True, kw_only=True, tag="rank_started"):
+    """The rank serves. `manifest` says what lies where in its `region` (None where no peer may reach it)."""
+
+    rank: int
+    pid: int
+    manifest: RankManifest
+    region: RegionDescriptor | None
+    num_weight_bytes: int
+    num_region_bytes: int
+    load_ms: float
+
+
+class PeerSide(StrEnum):
+    """Which side of a link a manifest describes."""
+
+    SOURCE = "source"
+    DESTINATION = "destination"
+
+
+class AddPeerRank(msgspec.Struct, frozen=True, kw_only=True, tag="add_peer_rank"):
+    """One rank's layout for a link to come. Sent one rank at a time: manifests are large. Answered by `Done`."""
+
+    peer: WorkerRef
+    side: PeerSide
+    manifest: RankManifest
+    region: RegionDescriptor | None = None
+
+
+class LinkPeer(msgspec.Struct, frozen=True, kw_only=True, tag="link_peer"):
+    """Compile the plan against a peer whose ranks have been added, and connect to its regions. Answered by `Done`."""
+
+    peer: WorkerRef
+
+
+class UnlinkPeer(msgspec.Struct, frozen=True, kw_only=True, tag="unlink_peer"):
+    """Forget a peer and close its regions. Unknown peers are no error. Answered by `Done`."""
+
+    peer: WorkerRef
+
+
+class PushTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prefilled sequence's cache goes: into `grant` of the linked worker that the grant names.
+
+    Tokens below `num_cached_tokens` are there already.
+    """
+
+    grant: Grant
+    num_cached_tokens: int
+
+
+class BindSequence(msgspec.Struct, frozen=True, kw_only=True, tag="bind_sequence"):
+    """Give a sequence its memory, write `generation` into the header cells of its blocks and slot, zero its states.
+
+    On a decode worker this is the reservation: after it the cells say who may write. Answered by `Done`.
+    """
+
+    seq: int
+    handoff_id: str
+    generation: int
+    block_ids: tuple[int, ...]
+    slot: int
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    push: PushTarget | None = None
+
+
+class ReleaseSequences(msgspec.Struct, frozen=True, kw_only=True, tag="release_sequences"):
+    """Take the memory of sequences back: raise their cells to `generation`, wait up to `timeout_ms` for writers under way.
+
+    Pushes of the sequence that have not begun are dropped, one under way is waited for. Unknown sequences are no error.
+    Answered by `Done`; sequences whose writers did not stop are listed in `indeterminate`: their blocks stay in quarantine.
+    """
+
+    seqs: tuple[int, ...]
+    generation: int
+    timeout_ms: int
+
+
+class StepItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One sequence's share of a step: the tokens at positions `[start, start + num_tokens)`.
+
+    `token_ids` empty means one token: the one sampled for this sequence by the step before. With `sample` the next token
+    is drawn after the last of them; `last_chunk` says that the prompt ends here, so that states are final.
+    """
+
+    seq: int
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...] = ()
+    sample: bool = False
+    last_chunk: bool = False
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="step_plan"):
+    """One pass over the model for a batch of sequences. Answered by `StepDone`."""
+
+    step: int
+    items: tuple[StepItem, ...]
+
+
+class SampledToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The token drawn for a sequence; `position` is where it stands in the sequence."""
+
+    seq: int
+    position: int
+    token_id: int
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
+    """A rank's answer to a `StepPlan`. Tokens come from rank 0, times (monotonic ns) from each.
+
+    `layer_started_ns` has one entry a layer when the step held a sequence with a push target, else none. An `error` fails
+    every sequence of the step: all ranks answer with one, whichever of them failed.
+    """
+
+    rank: int
+    step: int
+    tokens: tuple[SampledToken, ...]
+    started_ns: int
+    ended_ns: int
+    layer_started_ns: tuple[int, ...] = ()
+    error: ErrorInfo | None = None
+
+
+class PushOutcome(StrEnum):
+    """What is known of a push: it is there; it is not, and nothing moves any more; nobody can tell yet."""
+
+    DONE = "done"
+    FAILED_QUIESCED = "failed_quiesced"
+    INDETERMINATE = "indeterminate"
+
+
+class PartPushed(msgspec.Struct, frozen=True, kw_only=True, tag="part_pushed"):
+    """Some of a part has been written, or failed to be: tokens `[start, end)` of KEY or VALUE, `[0, 1)` of a state.
+
+    `queued_ns` is when the cache content existed, `started_ns` and `done_ns` frame the copy, all host monotonic.
+    """
+
+    rank: int
+    seq: int
+    handoff_id: str
+    namespace: Namespace
+    role: Role
+    layer: int
+    destination_rank: int
+    start: int
+    end: int
+    num_bytes: int
+    queued_ns: int
+    started_ns: int
+    done_ns: int
+    outcome: PushOutcome
+    reason: str = ""
+
+
+class ScanRank(msgspec.Struct, frozen=True, kw_only=True, tag="scan_rank"):
+    """Ask a rank what it holds, by walking its tables. Answered by `RankScan`."""
+
+
+class RankScan(msgspec.Struct, frozen=True, kw_only=True, tag="rank_scan"):
+    """What a rank holds right now."""
+
+    rank: int
+    seqs: tuple[int, ...]
+    num_queued_pushes: int
+    num_open_fds: int
+    num_memfds: int
+
+
+class StopRank(msgspec.Struct, frozen=True, kw_only=True, tag="stop_rank"):
+    """Leave. Answered by `Done`, then the rank's process ends with status 0."""
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """A rank's answer to a command that returns nothing. An `error` leaves the rank as it was before the command."""
+
+    rank: int
+    error: ErrorInfo | None = None
+    indeterminate: tuple[int, ...] = ()
+
+
+RankCommand: TypeAlias = (
+    StartRank | AddPeerRank | LinkPeer | UnlinkPeer | BindSequence | ReleaseSequences | StepPlan | ScanRank | StopRank
+)
+RankAnswer: TypeAlias = RankStarted | StepDone | RankScan | Done
+RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_commands: Final = msgspec.msgpack.Decoder(RankCommand)
+_messages: Final = msgspec.msgpack.Decoder(RankMessage)
+_T = TypeVar("_T")
+
+
+def encode(message: RankCommand | RankMessage) -> bytes:
+    """One datagram. Raises `CodecError` above `MAX_RANK_MESSAGE_BYTES`, what a socket pair carries without special rights."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_RANK_MESSAGE_BYTES:
+        name = type(message).__name__
+        raise CodecError(f"{name} encodes to {len(data)} bytes; the rule is: at most {MAX_RANK_MESSAGE_BYTES}")
+    return data
+
+
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise CodecError(f"not a rank message: {error}") from error
+
+
+def decode_command(data: bytes) -> RankCommand:
+    """What a rank received. Raises `CodecError`."""
+    return _decode(data, _commands)
+
+
+def decode_message(data: bytes) -> RankMessage:
+    """What the parent received. Raises `CodecError`."""
+    return _decode(data, _messages)

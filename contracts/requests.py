@@ -1,0 +1,135 @@
+"""How a request is asked for, by whom it is served, and how its tokens come back."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from contracts.codec import Versioned
+from contracts.errors import ErrorInfo
+
+
+class FinishReason(StrEnum):
+    """Why a stream of tokens ended well."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when they end.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. Random numbers are counter-based on (`seed`, position), so
+    the same values give the same tokens on whichever worker. `max_tokens` is always set: a default has been applied.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+
+class WorkerRef(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of one worker."""
+
+    worker_id: str
+    incarnation: str
+
+
+class DisaggregatedRoute(msgspec.Struct, frozen=True, kw_only=True, tag="disaggregated"):
+    """Prefill on one worker, decode on another."""
+
+    prefill: WorkerRef
+    decode: WorkerRef
+
+
+class MixedRoute(msgspec.Struct, frozen=True, kw_only=True, tag="mixed"):
+    """Prefill and decode on one worker: no transfer."""
+
+    mixed: WorkerRef
+
+
+Route: TypeAlias = DisaggregatedRoute | MixedRoute
+
+
+class PromptFrame(Versioned, frozen=True, kw_only=True, tag="prompt_frame"):
+    """A piece of a prompt, sent by the router to the worker that will compute it (verb `prompt`), before `SubmitRequest`.
+
+    `ids_b64` is base64 of little-endian u32 token ids. Frames of one handoff may arrive in any order and more than once.
+    """
+
+    handoff_id: str
+    index: int
+    num_frames: int
+    num_prompt_tokens: int
+    prompt_hash: str
+    timeout_ms: int
+    ids_b64: str
+
+
+class SubmitRequest(Versioned, frozen=True, kw_only=True, tag="submit_request"):
+    """The router asks the broker to serve one attempt of a request."""
+
+    handoff_id: str
+    request_id: str
+    attempt: int
+    router_id: str
+    route: Route
+    num_prompt_tokens: int
+    prompt_hash: str
+    sampling: SamplingParams
+    timeout_ms: int
+
+
+class CancelRequest(Versioned, frozen=True, kw_only=True, tag="cancel_request"):
+    """The router tells the broker that nobody waits for a request any more."""
+
+    handoff_id: str
+    reason: str
+
+
+class CancelWork(Versioned, frozen=True, kw_only=True, tag="cancel_work"):
+    """A hint to a worker to stop computing. It never frees granted memory: only a release does."""
+
+    handoff_id: str
+
+
+class Accepted(Versioned, frozen=True, kw_only=True, tag="accepted"):
+    """The callee took the request over. Never the result of the work."""
+
+    handoff_id: str
+
+
+class Refused(Versioned, frozen=True, kw_only=True, tag="refused"):
+    """The callee did not, and nothing was changed."""
+
+    handoff_id: str
+    error: ErrorInfo
+
+
+Answer: TypeAlias = Accepted | Refused
+
+
+class TokenFrame(Versioned, frozen=True, kw_only=True, tag="token_frame", omit_defaults=True):
+    """Some tokens of a request on their way to the router.
+
+    `index` is the position among the generated tokens of the first of `token_ids`; frames may repeat or arrive late, the
+    router keeps a contiguous stream. The last frame has `final` set, with `num_tokens` generated in all and either a
+    `finish_reason` or an `error`.
+    """
+
+    handoff_id: str
+    request_id: str
+    attempt: int
+    index: int
+    token_ids: tuple[int, ...] = ()
+    final: bool = False
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    num_cached_tokens: int = 0

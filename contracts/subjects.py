@@ -1,0 +1,121 @@
+"""One table of everything that is said over NATS: subjects, buckets, the stream. Nobody else spells a subject."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from contracts.ids import check_token
+
+PREFIX: Final = "pd.v1"
+
+WORKERS_BUCKET: Final = "PD_WORKERS"
+HANDOFFS_BUCKET: Final = "PD_HANDOFFS"
+EVENTS_STREAM: Final = "PD_EVENTS"
+EVENTS_FILTER: Final = f"{PREFIX}.ev.>"
+PARTS_FILTER: Final = f"{PREFIX}.ho.*.parts"
+
+
+class WorkerVerb(StrEnum):
+    """What a worker is asked: `pd.v1.rpc.{role}.{worker}.{verb}`."""
+
+    PROMPT = "prompt"
+    RUN = "run"
+    RESERVE = "reserve"
+    COMMIT = "commit"
+    RELEASE = "release"
+    DESCRIBE = "describe"
+    PARTS = "parts"
+    SCAN = "scan"
+
+
+class BrokerVerb(StrEnum):
+    """What the broker is asked: `pd.v1.rpc.broker.{partition}.{verb}`."""
+
+    SUBMIT = "submit"
+    PREFILL_FINISHED = "prefill_finished"
+    TAKEN_OVER = "taken_over"
+    ENDED = "ended"
+    CANCEL = "cancel"
+
+
+class SubjectRow(msgspec.Struct, frozen=True):
+    """One line of the table."""
+
+    purpose: str
+    subject: str
+    carrier: str
+
+
+TABLE: Final[tuple[SubjectRow, ...]] = (
+    SubjectRow("call a worker", f"{PREFIX}.rpc.{{role}}.{{worker}}.{{verb}}", "core request"),
+    SubjectRow("call the broker", f"{PREFIX}.rpc.broker.{{partition}}.{{verb}}", "core request"),
+    SubjectRow("parts done", f"{PREFIX}.ho.{{handoff}}.parts", "core publish, cumulative"),
+    SubjectRow("tokens", f"{PREFIX}.tok.{{router}}.{{request}}", "core publish, indexed"),
+    SubjectRow("cancel", f"{PREFIX}.cancel.{{worker}}.{{request}}", "core publish, repeated"),
+    SubjectRow("inspection", f"{PREFIX}.ev.{{service}}.{{handoff}}.{{event}}", f"JetStream {EVENTS_STREAM}"),
+    SubjectRow("workers", WORKERS_BUCKET, "KV, one key a worker"),
+    SubjectRow("handoff state", HANDOFFS_BUCKET, "KV, one key a handoff"),
+)
+
+
+def worker_rpc(role: str, worker: str, verb: WorkerVerb) -> str:
+    """Subject of one verb of one worker."""
+    return f"{PREFIX}.rpc.{check_token('role', role)}.{check_token('worker_id', worker)}.{verb}"
+
+
+def worker_rpc_filter(role: str, worker: str) -> str:
+    """Everything that one worker is asked."""
+    return f"{PREFIX}.rpc.{check_token('role', role)}.{check_token('worker_id', worker)}.*"
+
+
+def broker_rpc(verb: BrokerVerb, partition: int = 0) -> str:
+    """Subject of one verb of one broker partition."""
+    return f"{PREFIX}.rpc.broker.{partition}.{verb}"
+
+
+def broker_rpc_filter(partition: int = 0) -> str:
+    """Everything that one broker partition is asked."""
+    return f"{PREFIX}.rpc.broker.{partition}.*"
+
+
+def verb_of(subject: str) -> str:
+    """The verb of an rpc subject: its last token."""
+    return subject.rsplit(".", 1)[-1]
+
+
+def parts(handoff: str) -> str:
+    """Where the parts of one handoff are reported."""
+    return f"{PREFIX}.ho.{check_token('handoff_id', handoff)}.parts"
+
+
+def tokens(router: str, request: str) -> str:
+    """Where the tokens of one request go."""
+    return f"{PREFIX}.tok.{check_token('router_id', router)}.{check_token('request_id', request)}"
+
+
+def tokens_filter(router: str) -> str:
+    """Every token frame for one router."""
+    return f"{PREFIX}.tok.{check_token('router_id', router)}.*"
+
+
+def cancel(worker: str, request: str) -> str:
+    """Tells one worker that a request is not wanted any more."""
+    return f"{PREFIX}.cancel.{check_token('worker_id', worker)}.{check_token('request_id', request)}"
+
+
+def cancel_filter(worker: str) -> str:
+    """Every cancel for one worker."""
+    return f"{PREFIX}.cancel.{check_token('worker_id', worker)}.*"
+
+
+def event(service: str, handoff: str, name: str) -> str:
+    """Subject of one event of one handoff."""
+    return f"{PREFIX}.ev.{check_token('service', service)}.{check_token('handoff_id', handoff)}.{name}"
+
+
+def handoff_events_filter(handoff: str) -> str:
+    """Every event of one handoff, from whichever service."""
+    return f"{PREFIX}.ev.*.{check_token('handoff_id', handoff)}.>"

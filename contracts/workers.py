@@ -1,0 +1,118 @@
+"""What a worker says of itself: its record in `PD_WORKERS`, and the description that a peer asks for when they meet."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from contracts.codec import Versioned
+from contracts.dataplane import RegionDescriptor
+from contracts.errors import ErrorInfo
+from contracts.manifest import RankManifest
+
+
+class WorkerRole(StrEnum):
+    """What a worker does. The value is its token in subjects."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class WorkerState(StrEnum):
+    """Whether a worker takes new requests."""
+
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class LinkState(StrEnum):
+    """What became of the meeting of a prefill worker with a decode worker."""
+
+    LINKED = "linked"
+    REFUSED = "refused"
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prefill worker's verdict on one start of one decode worker."""
+
+    worker_id: str
+    incarnation: str
+    state: LinkState
+    reason: str = ""
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker has left and what it is doing."""
+
+    num_free_blocks: int
+    num_free_slots: int
+    num_waiting: int
+    num_running: int
+
+
+class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
+    """A worker's key in `PD_WORKERS`, put every 2 s; the bucket's time to live removes a dead worker's."""
+
+    worker_id: str
+    incarnation: str
+    role: WorkerRole
+    state: WorkerState
+    model: str
+    model_fingerprint: str
+    tp: int
+    dp: int
+    dcp: int
+    block_size: int
+    num_blocks: int
+    num_slots: int
+    max_sequence_tokens: int
+    load: WorkerLoad
+    links: tuple[Link, ...] = ()
+
+
+class DescribeWorker(Versioned, frozen=True, kw_only=True, tag="describe_worker"):
+    """Ask one rank of a worker for its layout and its region (verb `describe`): one rank a message, to stay small."""
+
+    rank: int
+
+
+class WorkerDescription(Versioned, frozen=True, kw_only=True, tag="worker_description"):
+    """What a peer needs in order to plan against a rank and to write to it."""
+
+    worker_id: str
+    incarnation: str
+    num_ranks: int
+    manifest: RankManifest
+    region: RegionDescriptor | None
+
+
+class DescribeRefused(Versioned, frozen=True, kw_only=True, tag="describe_refused"):
+    """The worker cannot describe itself: no such rank."""
+
+    error: ErrorInfo
+
+
+class ScanWorker(Versioned, frozen=True, kw_only=True, tag="scan_worker"):
+    """Ask a worker to look at what it really holds (verb `scan`): block tables and kernel objects, not its counters."""
+
+
+class WorkerScan(Versioned, frozen=True, kw_only=True, tag="worker_scan"):
+    """What a worker holds, found by walking its tables and `/proc`.
+
+    `sequences` are those bound on each rank; blocks and slots are those that any sequence or grant names.
+    """
+
+    worker_id: str
+    incarnation: str
+    handoff_ids: tuple[str, ...]
+    rank_sequences: tuple[tuple[int, ...], ...]
+    held_blocks: tuple[int, ...]
+    held_slots: tuple[int, ...]
+    num_prompt_buffers: int
+    num_open_fds: int
+    num_memfds: int
+    num_children: int
+    num_tasks: int
+    num_prefilled_tokens: int
