@@ -1,0 +1,1 @@
+"""Moving cache bytes between processes: the port, its adapters (shm, fake), and failpoints for chaos tests."""

@@ -1,0 +1,1 @@
+"""Collectives between the ranks of one worker: the port and its adapters (shared memory, threads, torch.distributed)."""
