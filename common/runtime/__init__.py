@@ -1,0 +1,1 @@
+"""What every process of the mesh stands on: clock, settings, life cycle, tasks, logs, metrics."""

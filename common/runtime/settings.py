@@ -1,0 +1,316 @@
+"""Settings: read once at the start, from five places, into one frozen struct a service.
+
+Precedence, highest first: SPEC (`tp=2,block_size=16`), `--set key=value` (`--set role.key=value` for one role only),
+`PD_KEY` variables (`PD_ROLE__KEY` for one role only), the JSON config file (`{"key": ..., "role": {"key": ...}}`),
+the struct's defaults. Within one place, what is addressed to one role wins over what is addressed to all.
+
+A service declares a frozen `msgspec.Struct`; types and `msgspec.Meta` constraints are the rules. All bad values and
+unknown keys are reported together. This is the only module that reads the environment.
+"""
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+ROLES: Final = ("router", "broker", "prefill", "decode", "mixed", "launcher")
+"""Names that may stand before the key of `--set`, in `PD_ROLE__KEY` and as sections of the config file."""
+
+ENVIRONMENT_PREFIX: Final = "PD_"
+CONFIG_VARIABLE: Final = "PD_CONFIG"
+"""Names the config file, unless the command line does."""
+
+_SECRET_SUFFIXES: Final = ("password", "token", "secret")
+
+
+class SettingsProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """One bad setting."""
+
+    key: str
+    """As it was spelled: `tp`, `--set router.port`, `PD_PORT`."""
+    value: str
+    rule: str
+
+
+class SettingsError(PdmeshError):
+    """Everything that is wrong with the settings, at once. A process that meets it exits with status 2."""
+
+    code = ErrorCode.INVALID_REQUEST
+
+    def __init__(self, problems: Sequence[SettingsProblem]) -> None:
+        lines = [f"  {problem.key} = {problem.value}: {problem.rule}" for problem in problems]
+        super().__init__("\n".join(["settings are not valid:", *lines]))
+        self.problems = tuple(problems)
+
+
+class Loaded(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """Settings with the place that each value came from."""
+
+    value: T
+    sources: dict[str, str]
+
+    def dump(self) -> dict[str, dict[str, Any]]:
+        """Return every key with its `value` (secrets and URL passwords hidden) and its `source`."""
+        return {
+            key: {"value": _shown(key, getattr(self.value, key)), "source": source}
+            for key, source in self.sources.items()
+        }
+
+
+def environment() -> dict[str, str]:
+    """Return a copy of the process's environment."""
+    return dict(os.environ)  # noqa: TID251 - this module owns the environment
+
+
+def keys_of(struct: type[msgspec.Struct]) -> frozenset[str]:
+    """Return the names of a service's settings."""
+    return frozenset(field.name for field in msgspec.structs.fields(struct))
+
+
+def parse_spec(spec: str) -> dict[str, str]:
+    """Split `tp=2,block_size=16`. Empty text is no settings. Raises SettingsError naming each part that is wrong."""
+    values: dict[str, str] = {}
+    problems: list[SettingsProblem] = []
+    for part in spec.split(",") if spec.strip() else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key or not value:
+            problems.append(SettingsProblem(key="SPEC", value=repr(part), rule="each part is key=value"))
+        elif key in values:
+            problems.append(SettingsProblem(key=key, value=value, rule=f"given twice in {spec!r}"))
+        else:
+            values[key] = value
+    if problems:
+        raise SettingsError(problems)
+    return values
+
+
+def load(
+    struct: type[T],
+    *,
+    role: str,
+    spec: str = "",
+    overrides: Sequence[str] = (),
+    config_file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    also_known: Collection[str] = (),
+) -> Loaded[T]:
+    """Read the settings of one service.
+
+    `overrides` are the texts of `--set`. `environ` is the process's own environment unless given. Keys in `also_known`
+    belong to other services and are passed over where they are addressed to all; keys addressed to another role always
+    are. Raises SettingsError that lists every problem.
+    """
+    environ = environment() if environ is None else environ
+    reader = _Reader(struct, role, also_known)
+    reader.read_config(config_file or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None))
+    reader.read_environment(environ)
+    reader.read_overrides(overrides)
+    reader.read_spec(spec)
+    return reader.finish()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a service's command line the arguments that `load_from_arguments` reads."""
+    parser.add_argument("spec", nargs="?", default="", metavar="SPEC", help="settings as key=value,key=value")
+    parser.add_argument("--set", action="append", default=[], metavar="[ROLE.]KEY=VALUE", dest="overrides")
+    parser.add_argument("--config", type=Path, default=None, metavar="FILE", help="settings as JSON")
+
+
+def load_from_arguments(struct: type[T], *, role: str, argv: Sequence[str]) -> Loaded[T]:
+    """Read the settings of one service from its command line and its environment. Raises SettingsError."""
+    parser = argparse.ArgumentParser(prog=f"python -m services.{role}")
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    return load(struct, role=role, spec=arguments.spec, overrides=arguments.overrides, config_file=arguments.config)
+
+
+def split_overrides(overrides: Iterable[str], keys: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
+    """Say which service gets which `--set`: role -> key -> text. `keys` holds the keys that each role knows.
+
+    A bare key reaches every role that knows it. Raises SettingsError for what is not `[role.]key=value`, and for keys
+    that nobody knows.
+    """
+    chosen: dict[str, dict[str, str]] = {role: {} for role in keys}
+    addressed: dict[str, dict[str, str]] = {role: {} for role in keys}
+    problems: list[SettingsProblem] = []
+    everything = sorted({key for known in keys.values() for key in known})
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        role, dot, key = name.strip().rpartition(".")
+        if not equals or not key:
+            problems.append(_bad_override(text))
+            continue
+        known = keys.get(role, ()) if dot else everything
+        if dot and role not in keys:
+            problems.append(_unknown(f"--set {name}", value, role, keys, what="role"))
+        elif key not in known:
+            problems.append(_unknown(f"--set {name}", value, key, known))
+        elif dot:
+            addressed[role][key] = value
+        else:
+            for each, theirs in keys.items():
+                if key in theirs:
+                    chosen[each][key] = value
+    if problems:
+        raise SettingsError(problems)
+    return {role: chosen[role] | addressed[role] for role in keys}
+
+
+class _Reader:
+    """Collects values from the lowest precedence to the highest, and problems from all of them."""
+
+    def __init__(self, struct: type[Any], role: str, also_known: Collection[str]) -> None:
+        self._struct = struct
+        self._role = role
+        self._fields = {field.name: field for field in msgspec.structs.fields(struct)}
+        self._elsewhere = frozenset(also_known)
+        self._values: dict[str, Any] = {}
+        self._sources: dict[str, str] = dict.fromkeys(self._fields, "default")
+        self._problems: list[SettingsProblem] = []
+        self._broken: set[str] = set()
+
+    def read_config(self, path: Path | None) -> None:
+        if path is None:
+            return
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            self._problem("config file", str(path), f"a readable JSON file ({error})")
+            return
+        if not isinstance(content, dict):
+            self._problem("config file", str(path), "a JSON object")
+            return
+        sections = {key: value for key, value in content.items() if key in ROLES and isinstance(value, dict)}
+        for key, value in content.items():
+            if key not in sections:
+                self._take(key, value, source=str(path), label=f"{path}: {key}", text=False, shared=True)
+        for key, value in sections.get(self._role, {}).items():
+            self._take(key, value, source=str(path), label=f"{path}: {self._role}.{key}", text=False, shared=False)
+
+    def read_environment(self, environ: Mapping[str, str]) -> None:
+        own: list[tuple[str, str, str]] = []
+        for name in sorted(environ):
+            if not name.startswith(ENVIRONMENT_PREFIX) or name == CONFIG_VARIABLE:
+                continue
+            role, addressed, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().rpartition("__")
+            if not addressed:
+                self._take(key, environ[name], source=name, label=name, text=True, shared=True)
+            elif role == self._role:
+                own.append((name, key, environ[name]))
+            elif role not in ROLES:
+                self._problems.append(_unknown(name, environ[name], role, ROLES, what="role"))
+        for name, key, value in own:
+            self._take(key, value, source=name, label=name, text=True, shared=False)
+
+    def read_overrides(self, overrides: Sequence[str]) -> None:
+        own: list[tuple[str, str]] = []
+        for text in overrides:
+            name, equals, value = text.partition("=")
+            role, dot, key = name.strip().rpartition(".")
+            if not equals or not key:
+                self._problems.append(_bad_override(text))
+            elif not dot:
+                self._take(key, value, source="--set", label=f"--set {key}", text=True, shared=True)
+            elif role == self._role:
+                own.append((key, value))
+            elif role not in ROLES:
+                self._problems.append(_unknown(f"--set {name}", value, role, ROLES, what="role"))
+        for key, value in own:
+            self._take(key, value, source="--set", label=f"--set {self._role}.{key}", text=True, shared=False)
+
+    def read_spec(self, spec: str) -> None:
+        try:
+            values = parse_spec(spec)
+        except SettingsError as error:
+            self._problems += error.problems
+            return
+        for key, value in values.items():
+            self._take(key, value, source="SPEC", label=key, text=True, shared=False)
+
+    def finish(self) -> Loaded[Any]:
+        for name, field in self._fields.items():
+            if field.required and name not in self._values and name not in self._broken:
+                self._problem(name, "(not given)", "a value is required")
+        if not self._problems:
+            try:
+                return Loaded(value=self._struct(**self._values), sources=self._sources)
+            except SettingsError as error:
+                self._problems += error.problems
+            except InvalidValueError as error:
+                self._problem(error.field, str(_shown(error.field, error.value)), error.rule_text)
+            except ValueError as error:
+                self._problem(self._struct.__name__, "(together)", str(error))
+        raise SettingsError(self._problems)
+
+    def _take(self, key: str, value: Any, *, source: str, label: str, text: bool, shared: bool) -> None:
+        field = self._fields.get(key)
+        if field is None:
+            if not (shared and key in self._elsewhere):
+                self._problems.append(_unknown(label, _shown(key, value), key, self._fields))
+            return
+        try:
+            self._values[key] = _parse_text(value, field.type) if text else _convert(value, field.type, strict=True)
+        except (msgspec.ValidationError, ValueError) as error:
+            self._broken.add(key)
+            self._problem(label, str(_shown(key, value)), str(error))
+        else:
+            self._sources[key] = source
+
+    def _problem(self, key: str, value: str, rule: str) -> None:
+        self._problems.append(SettingsProblem(key=key, value=value, rule=rule))
+
+
+def _parse_text(text: str, kind: Any) -> Any:
+    """Read text as the field's type: 0/1/true/false for a bool, JSON or a comma list for what holds several values."""
+    stripped = text.strip()
+    try:
+        return _convert(stripped, kind, strict=False)
+    except msgspec.ValidationError as as_scalar:
+        if stripped[:1] in ("[", "{"):
+            try:
+                value = json.loads(stripped)
+            except ValueError as error:
+                raise ValueError(f"not JSON: {error}") from error
+            return _convert(value, kind, strict=False)
+        try:
+            return _convert([part.strip() for part in stripped.split(",") if part.strip()], kind, strict=False)
+        except msgspec.ValidationError:
+            raise as_scalar from None
+
+
+def _convert(value: Any, kind: Any, *, strict: bool) -> Any:
+    return msgspec.convert(value, kind, strict=strict, dec_hook=_decode_other)
+
+
+def _decode_other(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str) and value:
+        return Path(value)
+    raise ValueError(f"expected a {kind.__name__}")
+
+
+def _unknown(label: str, value: Any, key: str, known: Iterable[str], what: str = "setting") -> SettingsProblem:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return SettingsProblem(key=label, value=str(value), rule=f"no such {what}{hint}")
+
+
+def _bad_override(text: str) -> SettingsProblem:
+    return SettingsProblem(key="--set", value=repr(text), rule="it is key=value or role.key=value")
+
+
+def _shown(key: str, value: Any) -> Any:
+    if key.endswith(_SECRET_SUFFIXES) and value:
+        return "***"
+    if isinstance(value, str) and "://" in value and "@" in value:
+        scheme, _, rest = value.partition("://")
+        return f"{scheme}://***@{rest.rpartition('@')[2]}"
+    return str(value) if isinstance(value, Path) else value
