@@ -65,6 +65,18 @@ class CacheDtypes(msgspec.Struct, frozen=True, kw_only=True):
     conv: Dtype
     ssm: Dtype = Dtype.FLOAT32
 
+    def of(self, role: Role) -> Dtype:
+        """The element type of one role."""
+        match role:
+            case Role.KEY:
+                return self.key
+            case Role.VALUE:
+                return self.value
+            case Role.CONV:
+                return self.conv
+            case Role.SSM:
+                return self.ssm
+
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """Over how many ranks a worker spreads its caches. The dcp ranks are taken from the tp ranks: the world is dp * tp."""
@@ -110,6 +122,11 @@ class TensorKey(msgspec.Struct, frozen=True, kw_only=True, array_like=True, orde
     role: Role
     layer: int
     segment: Segment = Segment.WHOLE
+
+    @property
+    def name(self) -> str:
+        """How errors and logs call it."""
+        return f"{self.namespace}/{self.role}/{self.layer}/{self.segment}"
 
 
 class PagedPlace(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="paged"):

@@ -1,0 +1,99 @@
+"""What two workers must agree on, and how the ranks of each tile the logical tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from common.layout.refusal import PlanRefusedError, PlanRule
+from contracts.manifest import Fingerprint, PagedPlace, RankManifest, Role, SlotPlace, Span, TensorKey
+
+Interval = tuple[int, int]
+Holders = list[tuple[int, Span]]
+Tiling = dict[Interval, Holders]
+"""The half-open intervals of one tensor, ascending, each with the ranks that hold it and their spans."""
+
+
+def check_link(source: Fingerprint, destination: Fingerprint) -> None:
+    """Raise `PlanRefusedError` unless a cache of `source` can be continued at `destination`. Topologies may differ."""
+    pairs: tuple[tuple[PlanRule, object, object], ...] = (
+        (PlanRule.MODEL, source.model, destination.model),
+        (PlanRule.BLOCK_SIZE, source.block_size, destination.block_size),
+        (PlanRule.DTYPES, source.dtypes, destination.dtypes),
+        (PlanRule.SPECULATION, source.num_speculative_tokens, destination.num_speculative_tokens),
+    )
+    for rule, expected, actual in pairs:
+        if expected != actual:
+            raise PlanRefusedError(rule, where="destination", expected=expected, actual=actual)
+    if source.topology.dcp_size != 1:
+        raise PlanRefusedError(
+            PlanRule.CONTEXT_PARALLEL, where="source", expected="dcp_size 1", actual=source.topology.dcp_size
+        )
+
+
+def tile(side: str, manifests: Sequence[RankManifest]) -> dict[TensorKey, Tiling]:
+    """Per tensor and interval, ascending: the ranks that hold it, each with its span.
+
+    Raises `PlanRefusedError` unless the intervals of a tensor tile it from 0 on: two ranks hold the same interval or disjoint ones.
+    """
+    held: defaultdict[TensorKey, defaultdict[Interval, Holders]] = defaultdict(lambda: defaultdict(list))
+    for manifest in manifests:
+        rank = manifest.coordinates.tp_rank
+        for span in manifest.spans:
+            holders = held[span.key][span.start, span.start + span.length]
+            if holders and holders[-1][0] == rank:
+                where = f"{side} rank {rank}, {span.key.name}"
+                raise PlanRefusedError(PlanRule.OVERLAP, where=where, expected="one span an interval", actual="two")
+            holders.append((rank, span))
+    tiled: dict[TensorKey, Tiling] = {}
+    for key in sorted(held):
+        end = 0
+        for low, high in sorted(held[key]):
+            if low != end:
+                rule = PlanRule.GAP if low > end else PlanRule.OVERLAP
+                raise PlanRefusedError(rule, where=f"{side}, {key.name}", expected=f"a span from {end}", actual=low)
+            end = high
+        tiled[key] = {interval: held[key][interval] for interval in sorted(held[key])}
+    return tiled
+
+
+def check_tensors(source: dict[TensorKey, Tiling], destination: dict[TensorKey, Tiling]) -> None:
+    """Raise `PlanRefusedError` unless both sides hold the same tensors, at least one, of the same extent, in the same units."""
+    if not source:
+        raise PlanRefusedError(PlanRule.TENSORS, where="source", expected="at least one tensor", actual="none")
+    if source.keys() != destination.keys():
+        only = sorted(key.name for key in source.keys() ^ destination.keys())
+        raise PlanRefusedError(PlanRule.TENSORS, where="destination", expected="those of the source", actual=only)
+    for key, ours in source.items():
+        theirs = destination[key]
+        extent, wanted = list(ours)[-1][1], list(theirs)[-1][1]
+        if extent != wanted:
+            where = f"{'source' if extent < wanted else 'destination'}, {key.name}"
+            raise PlanRefusedError(PlanRule.GAP, where=where, expected=max(extent, wanted), actual=min(extent, wanted))
+        units = {_unit(span) for side in (ours, theirs) for holders in side.values() for _, span in holders}
+        if len(units) != 1:
+            raise PlanRefusedError(PlanRule.UNIT, where=key.name, expected="one unit on all ranks", actual=units)
+
+
+def check_groups(destination: Sequence[RankManifest], wanted: dict[TensorKey, Tiling]) -> None:
+    """Raise `PlanRefusedError` unless all ranks of a context-parallel group hold the same KV heads: they share their blocks."""
+    dcp_size = destination[0].coordinates.dcp_size
+    for key, cuts in wanted.items():
+        if key.role not in {Role.KEY, Role.VALUE}:
+            continue
+        for (start, end), receivers in cuts.items():
+            ranks = [rank for rank, _ in receivers]
+            groups = {rank // dcp_size for rank in ranks}
+            expected = [rank for group in sorted(groups) for rank in range(group * dcp_size, (group + 1) * dcp_size)]
+            if ranks != expected:
+                where = f"destination, {key.role}/{key.layer} heads {start} to {end}"
+                raise PlanRefusedError(PlanRule.CONTEXT_PARALLEL, where=where, expected=expected, actual=ranks)
+
+
+def _unit(span: Span) -> tuple[str, int, int, int]:
+    """What a unit of the span is made of: it must be equal wherever the tensor is held."""
+    match span.place:
+        case PagedPlace() as place:
+            return "paged", place.head_bytes, place.token_bytes, 0
+        case SlotPlace() as place:
+            return "slot", place.unit_bytes, place.moved_rows, place.num_rows

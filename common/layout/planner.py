@@ -1,0 +1,177 @@
+"""From the manifests of two workers to the copies that bring a request's caches from one to the other.
+
+Every destination interval is cut at the borders of the source's intervals. A piece that several source ranks hold is
+written by one of them, the one that owes the fewest replicated heads so far: so the work spreads over the replicas, across
+layers, heads and destination ranks, and the choice is the same wherever it is made. KEY and VALUE of a head share a writer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from common.layout.link import Holders, Interval, Tiling, check_groups, check_link, check_tensors, tile
+from common.layout.refusal import PlanRefusedError, PlanRule
+from common.layout.side import check_side
+from common.layout.templates import CopyTemplate, PagedTemplate, Piece, SlotTemplate, coalesce
+from contracts.manifest import (
+    Fingerprint,
+    Namespace,
+    PagedPlace,
+    PlannedPart,
+    RankManifest,
+    Role,
+    Segment,
+    SlotPlace,
+    Span,
+    TensorKey,
+)
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of a plan: the worker's start that the plan was made for. Another start needs another plan."""
+
+    worker_id: str
+    incarnation: str
+    fingerprint: Fingerprint
+
+
+class ReshardPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All copies between two workers, ordered by cache, destination and source rank."""
+
+    source: Endpoint
+    destination: Endpoint
+    templates: tuple[CopyTemplate, ...]
+
+    @property
+    def parts(self) -> tuple[PlannedPart, ...]:
+        """What the ledger of a handoff waits for, each part once."""
+        return tuple(dict.fromkeys(template.part for template in self.templates))
+
+    def templates_for(self, src_rank: int) -> tuple[CopyTemplate, ...]:
+        """What one source rank has to send."""
+        return tuple(template for template in self.templates if template.part.src_rank == src_rank)
+
+    def templates_into(self, dst_rank: int) -> tuple[CopyTemplate, ...]:
+        """What one destination rank receives, or has to pull."""
+        return tuple(template for template in self.templates if template.part.dst_rank == dst_rank)
+
+
+def plan(source: Sequence[RankManifest], destination: Sequence[RankManifest]) -> ReshardPlan:
+    """Plan the copies from the ranks of one worker to those of another, in any order of ranks.
+
+    Raises `PlanRefusedError` for manifests that do not describe one whole worker each, or two workers that do not fit together.
+    """
+    source, destination = check_side("source", source), check_side("destination", destination)
+    check_link(source[0].fingerprint, destination[0].fingerprint)
+    held, wanted = tile("source", source), tile("destination", destination)
+    check_tensors(held, wanted)
+    check_groups(destination, wanted)
+    writers = _Writers()
+    templates: list[CopyTemplate] = []
+    for key, cuts in wanted.items():
+        for cut, receivers in cuts.items():
+            pieces = _pieces(cut, held[key])
+            for dst_rank, dst_span in receivers:
+                for piece, holders in pieces:
+                    src_rank, src_span = writers.choose(key, piece, holders, dst_rank)
+                    copy = _template(key, piece, (source[src_rank], src_span), (destination[dst_rank], dst_span))
+                    templates.append(copy)
+    templates.sort(key=_order)
+    return ReshardPlan(
+        source=_endpoint(source[0]), destination=_endpoint(destination[0]), templates=coalesce(templates)
+    )
+
+
+class _Writers:
+    """Picks the source rank of each piece, and remembers how much each one owes already."""
+
+    def __init__(self) -> None:
+        self._owed: defaultdict[int, int] = defaultdict(int)
+        self._chosen: dict[tuple[Namespace, int, Segment, Interval, int], int] = {}
+
+    def choose(self, key: TensorKey, piece: Interval, holders: Holders, dst_rank: int) -> tuple[int, Span]:
+        """The rank that writes `piece` to `dst_rank`, with its span."""
+        if len(holders) == 1:
+            return holders[0]
+        choice = (key.namespace, key.layer, key.segment, piece, dst_rank)
+        spans = dict(holders)
+        rank = self._chosen.get(choice)
+        if rank is None or rank not in spans:
+            rank = self._chosen[choice] = min(spans, key=lambda held: (self._owed[held], held))
+        self._owed[rank] += piece[1] - piece[0]
+        return rank, spans[rank]
+
+
+def _pieces(cut: Interval, held: Tiling) -> list[tuple[Interval, Holders]]:
+    """The parts of `cut` that lie in different source intervals, with the ranks that hold each."""
+    start, end = cut
+    return [
+        ((max(start, low), min(end, high)), holders)
+        for (low, high), holders in held.items()
+        if low < end and start < high
+    ]
+
+
+def _template(
+    key: TensorKey, piece: Interval, source: tuple[RankManifest, Span], destination: tuple[RankManifest, Span]
+) -> CopyTemplate:
+    (src, src_span), (dst, dst_span) = source, destination
+    start, end = piece
+    at = dst.coordinates
+    src_place, dst_place = src_span.place, dst_span.place
+    paged = isinstance(dst_place, PagedPlace)
+    part = PlannedPart(
+        namespace=key.namespace,
+        role=key.role,
+        layer=key.layer,
+        src_rank=src.coordinates.tp_rank,
+        dst_rank=at.tp_rank,
+        modulus=at.dcp_size if paged else 1,
+        residue=at.dcp_rank if paged else 0,
+    )
+    what = Piece(segment=key.segment, start=start, length=end - start)
+    if isinstance(src_place, PagedPlace) and isinstance(dst_place, PagedPlace):
+        head_bytes = src_place.head_bytes
+        return PagedTemplate(
+            part=part,
+            piece=what,
+            src_offset=src_place.offset + (start - src_span.start) * head_bytes,
+            dst_offset=dst_place.offset + (start - dst_span.start) * head_bytes,
+            src_block_stride=src_place.block_stride,
+            dst_block_stride=dst_place.block_stride,
+            src_num_blocks=src.num_blocks,
+            dst_num_blocks=dst.num_blocks,
+            head_bytes=head_bytes,
+            token_bytes=src_place.token_bytes,
+        )
+    if isinstance(src_place, SlotPlace) and isinstance(dst_place, SlotPlace):
+        unit_bytes = src_place.unit_bytes
+        return SlotTemplate(
+            part=part,
+            pieces=(what,),
+            src_offset=src_place.offset + (start - src_span.start) * unit_bytes,
+            dst_offset=dst_place.offset + (start - dst_span.start) * unit_bytes,
+            src_slot_stride=src_place.slot_stride,
+            dst_slot_stride=dst_place.slot_stride,
+            src_num_slots=src.num_slots,
+            dst_num_slots=dst.num_slots,
+            src_row_stride=src_place.row_stride,
+            dst_row_stride=dst_place.row_stride,
+            num_rows=src_place.num_rows,
+            moved_rows=src_place.moved_rows,
+            row_bytes=what.length * unit_bytes,
+        )
+    raise PlanRefusedError(PlanRule.UNIT, where=f"{key.role}/{key.layer}", expected=src_place, actual=dst_place)
+
+
+def _order(template: CopyTemplate) -> tuple[bool, int, Role, int, int, int]:
+    """Layers in the order in which they are computed, the draft's last; inside a part by destination, so that neighbours can be joined."""
+    part = template.part
+    return part.namespace is Namespace.DRAFT, part.layer, part.role, part.dst_rank, part.src_rank, template.dst_offset
+
+
+def _endpoint(manifest: RankManifest) -> Endpoint:
+    return Endpoint(worker_id=manifest.worker_id, incarnation=manifest.incarnation, fingerprint=manifest.fingerprint)
