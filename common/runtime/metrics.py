@@ -1,0 +1,59 @@
+"""Metrics of one process, in the format that Prometheus scrapes.
+
+Names begin with `pdmesh_`, are in base units (`_seconds`, `_bytes`), and counters end with `_total`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+LATENCY_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_WRONG_UNITS: Final = ("_ms", "_us", "_milliseconds", "_microseconds", "_kb", "_mb", "_gb", "_percent")
+
+
+class Metrics:
+    """The registry of one process. Two of them in one process do not meet."""
+
+    content_type: Final = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        """Count what only grows. The name ends with `_total`."""
+        if not name.endswith("_total"):
+            raise ValueError(f"{name}: the rule is: the name of a counter ends with _total")
+        return Counter(_full(name), text, labels, registry=self._registry)
+
+    def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        """Show what goes up and down."""
+        return Gauge(_full(name), text, labels, registry=self._registry)
+
+    def histogram(
+        self, name: str, text: str, labels: Sequence[str] = (), buckets: Sequence[float] = LATENCY_BUCKETS
+    ) -> Histogram:
+        """Show how something is spread, seconds by default."""
+        return Histogram(_full(name), text, labels, buckets=buckets, registry=self._registry)
+
+    def exposition(self) -> bytes:
+        """Everything, as the body of an answer of `content_type`."""
+        return generate_latest(self._registry)
+
+
+def _full(name: str) -> str:
+    if not _NAME.fullmatch(name) or name.startswith("pdmesh") or name.endswith(_WRONG_UNITS):
+        raise ValueError(f"{name}: the rule is: snake_case in base units, without the prefix pdmesh_")
+    return f"pdmesh_{name}"
