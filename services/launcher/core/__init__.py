@@ -1,0 +1,1 @@
+"""What the launcher computes without I/O."""

@@ -1,0 +1,67 @@
+"""Timelines and events as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from contracts.events import HandoffEvent
+from services.launcher.core.timeline import Timeline
+
+_HEAD = ("at ms", "ms", "bytes", "parts", "phase", "where", "")
+_NUM_RIGHT = 4
+
+
+def render(timeline: Timeline) -> str:
+    """The timeline as a table, with the figures that people ask for first below it. No newline at the end."""
+    lines = [f"handoff {timeline.handoff_id}: {timeline.route}, {timeline.outcome}"]
+    cells = [_HEAD]
+    for row in timeline.rows:
+        moment = (f"{row.at_ms:.1f}", _number(row.duration_ms))
+        carried = (_count(row.num_bytes), _count(row.num_parts))
+        cells.append((*moment, *carried, row.name, row.who, row.detail))
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
+    for line in cells:
+        padded = [
+            cell.rjust(width) if column < _NUM_RIGHT else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append(("  " + "  ".join(padded)).rstrip())
+    lines += [f"  {name:<9} {value}" for name, value in _figures(timeline)]
+    return "\n".join(lines)
+
+
+def render_event(event: HandoffEvent) -> str:
+    """One event on one line, as `pdmesh events` prints it."""
+    words = [event.at, event.handoff_id, event.event.value, event.instance or event.service]
+    fields = (
+        ("ms", _number(event.duration_ms)),
+        ("bytes", _count(event.num_bytes)),
+        ("parts", _count(event.num_parts)),
+        ("tokens", _count(event.num_tokens)),
+        ("layer", _count(event.layer)),
+        ("role", event.role or ""),
+        ("source_rank", _count(event.source_rank)),
+        ("destination_rank", _count(event.destination_rank)),
+        ("finish_reason", event.finish_reason or ""),
+        ("error", f"{event.error.code}: {event.error.message}" if event.error else ""),
+    )
+    return "  ".join([*words, *(f"{name}={value}" for name, value in fields if value)])
+
+
+def _figures(timeline: Timeline) -> Sequence[tuple[str, str]]:
+    figures = [("moved", f"{timeline.num_bytes:,} bytes in {timeline.num_parts:,} parts")]
+    if timeline.overlap is not None:
+        figures.append(("overlap", f"{timeline.overlap:.0%} of the push time lay before prefill's compute ended"))
+    if timeline.takeover_ms is not None:
+        figures.append(("takeover", f"{timeline.takeover_ms:.1f} ms from the last cache byte to the first decode step"))
+    if timeline.total_ms is not None:
+        figures.append(("total", f"{timeline.total_ms:.1f} ms"))
+    return figures
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"

@@ -1,0 +1,245 @@
+"""A handoff's timeline, computed from its events alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Final
+
+import msgspec
+
+from contracts.events import EventName, HandoffEvent
+
+_FOLDED: Final = frozenset({EventName.LAYER_COMPUTED, EventName.PART_PUSHED})
+_ENDS: Final = (EventName.REQUEST_FINISHED, EventName.REQUEST_CANCELLED, EventName.REQUEST_FAILED)
+_ORDER: Final = {name: place for place, name in enumerate(EventName)}
+_SAME_CLOCK_NS: Final = 1_000_000_000
+_MS: Final = 1_000_000
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase. `at_ms` counts from the first event; a row that sums up many events begins with the earliest of them."""
+
+    at_ms: float
+    name: str
+    who: str
+    duration_ms: float | None = None
+    num_bytes: int | None = None
+    num_parts: int | None = None
+    detail: str = ""
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """One handoff. What cannot be known from the events that are there is None.
+
+    `overlap` is the share of the time spent on pushing parts that lay before the last layer was computed.
+    `takeover_ms` runs from the end of the last push to the decode worker's first step.
+    `total_ms` runs from the first event to the end of the request.
+    """
+
+    handoff_id: str
+    request_id: str
+    route: str
+    outcome: str
+    rows: tuple[Row, ...]
+    num_bytes: int
+    num_parts: int
+    overlap: float | None
+    takeover_ms: float | None
+    total_ms: float | None
+
+
+def is_finished(events: Iterable[HandoffEvent]) -> bool:
+    """Whether the request of these events has ended, well or not."""
+    return any(event.event in _ENDS for event in events)
+
+
+def by_handoff(events: Iterable[HandoffEvent]) -> dict[str, list[HandoffEvent]]:
+    """The events of each handoff; handoffs in the order in which they are first spoken of."""
+    found: dict[str, list[HandoffEvent]] = {}
+    for event in events:
+        found.setdefault(event.handoff_id, []).append(event)
+    return found
+
+
+def build(events: Sequence[HandoffEvent]) -> Timeline:
+    """The timeline of the one handoff that all `events` are about; they may be in any order and repeated.
+
+    Raises ValueError without events, or when they are about several handoffs.
+    """
+    handoffs = {event.handoff_id for event in events}
+    if len(handoffs) != 1:
+        raise ValueError(f"a timeline is of one handoff; these events are about {len(handoffs)}")
+    times = _times(list(dict.fromkeys(events)))
+    ordered = sorted(times, key=lambda event: (times[event], _ORDER[event.event]))
+    pushes = [event for event in ordered if event.event is EventName.PART_PUSHED]
+    layers = [event for event in ordered if event.event is EventName.LAYER_COMPUTED]
+    starts = {event: times[event] - _duration_ns(event) for event in pushes + layers}
+    origin = min(*times.values(), *starts.values()) if starts else min(times.values())
+    pushed_ranks = {event.source_rank for event in pushes}
+    rows = [
+        _row(event, (times[event] - origin) / _MS)
+        for event in ordered
+        if event.event not in _FOLDED
+        and not (event.event is EventName.RANK_PUSHED and event.source_rank in pushed_ranks)
+    ]
+    rows += _folded("compute", layers, starts, times, origin)
+    rows += _folded("push", pushes, starts, times, origin)
+    ends = [event for event in ordered if event.event in _ENDS]
+    carried = pushes or [event for event in ordered if event.event is EventName.RANK_PUSHED]
+    return Timeline(
+        handoff_id=ordered[0].handoff_id,
+        request_id=ordered[0].request_id,
+        route=_route(ordered),
+        outcome=_outcome(ends),
+        rows=tuple(sorted(rows, key=lambda row: row.at_ms)),
+        num_bytes=sum(event.num_bytes or 0 for event in carried),
+        num_parts=sum(1 if event.num_parts is None else event.num_parts for event in carried),
+        overlap=_overlap(pushes, starts, times, _compute_end(ordered, times)),
+        takeover_ms=_takeover(ordered, pushes, times),
+        total_ms=(times[ends[-1]] - origin) / _MS if ends else None,
+    )
+
+
+def _times(events: list[HandoffEvent]) -> dict[HandoffEvent, int]:
+    """Each event's moment in ns on one scale: the host's clock, or the wall's where processes do not share a host."""
+    offsets: dict[tuple[str, str], int] = {}
+    for event in events:
+        offsets.setdefault((event.service, event.instance), _wall_ns(event) - event.at_ns)
+    if max(offsets.values()) - min(offsets.values()) <= _SAME_CLOCK_NS:
+        offsets = dict.fromkeys(offsets, 0)
+    return {event: _moment_ns(event) + offsets[event.service, event.instance] for event in events}
+
+
+def _moment_ns(event: HandoffEvent) -> int:
+    """When it happened. Ranks measure layers and pushes; their worker tells of them later, so `at_ns` would be too late."""
+    if event.event in _FOLDED and event.started_ns is not None and event.duration_ms is not None:
+        return event.started_ns + round(event.duration_ms * _MS)
+    return event.at_ns
+
+
+def _wall_ns(event: HandoffEvent) -> int:
+    return round(datetime.fromisoformat(event.at).timestamp() * 1e9)
+
+
+def _duration_ns(event: HandoffEvent) -> int:
+    """How long what ended with this event took. An event that does not tell is a moment."""
+    if event.duration_ms is not None:
+        return round(event.duration_ms * _MS)
+    return 0 if event.started_ns is None else event.at_ns - event.started_ns
+
+
+def _row(event: HandoffEvent, at_ms: float) -> Row:
+    return Row(
+        at_ms=at_ms,
+        name=event.event.value.replace("_", " "),
+        who=event.instance or event.service,
+        duration_ms=event.duration_ms,
+        num_bytes=event.num_bytes,
+        num_parts=event.num_parts,
+        detail=_detail(event),
+    )
+
+
+def _detail(event: HandoffEvent) -> str:
+    spans = (
+        ("prepare", event.prepare_ms),
+        ("rpc", event.rpc_ms),
+        ("enqueue", event.enqueue_ms),
+        ("all", event.total_ms),
+    )
+    words = [f"{name} {value:.1f} ms" for name, value in spans if value is not None]
+    if event.source_rank is not None:
+        words.append(f"rank {event.source_rank}")
+    if event.num_tokens is not None:
+        words.append(f"{event.num_tokens} tokens")
+    if event.finish_reason is not None:
+        words.append(event.finish_reason)
+    if event.error is not None:
+        words.append(f"{event.error.code}: {event.error.message}")
+    return ", ".join(words)
+
+
+def _folded(
+    verb: str,
+    events: Sequence[HandoffEvent],
+    starts: dict[HandoffEvent, int],
+    times: dict[HandoffEvent, int],
+    origin: int,
+) -> list[Row]:
+    """One row for each source rank: from the first start to the last end, with what each cache role carried."""
+    ranks: dict[int, list[HandoffEvent]] = defaultdict(list)
+    for event in events:
+        ranks[-1 if event.source_rank is None else event.source_rank].append(event)
+    rows = []
+    for rank, own in sorted(ranks.items()):
+        first = min(starts[event] for event in own)
+        last = max(times[event] for event in own)
+        is_push = verb == "push"
+        rows.append(
+            Row(
+                at_ms=(first - origin) / _MS,
+                name=verb if rank < 0 else f"{verb}, rank {rank}",
+                who=own[0].instance or own[0].service,
+                duration_ms=(last - first) / _MS,
+                num_bytes=sum(event.num_bytes or 0 for event in own) if is_push else None,
+                num_parts=sum(1 if event.num_parts is None else event.num_parts for event in own) if is_push else None,
+                detail=_roles(own) if is_push else f"{len({event.layer for event in own})} layers",
+            )
+        )
+    return rows
+
+
+def _roles(pushes: Sequence[HandoffEvent]) -> str:
+    sums: dict[str, int] = defaultdict(int)
+    for event in pushes:
+        sums[event.role or "cache"] += event.num_bytes or 0
+    return ", ".join(f"{role} {total:,}" for role, total in sorted(sums.items()))
+
+
+def _route(events: Sequence[HandoffEvent]) -> str:
+    def named(field: str) -> str | None:
+        return next((value for event in events if (value := getattr(event, field)) is not None), None)
+
+    mixed = named("mixed_worker")
+    return mixed or f"{named('prefill_worker') or '?'} -> {named('decode_worker') or '?'}"
+
+
+def _outcome(ends: Sequence[HandoffEvent]) -> str:
+    if not ends:
+        return "not finished"
+    last = ends[-1]
+    verdict = last.event.value.removeprefix("request_")
+    reason = last.finish_reason or (last.error.code.value if last.error else "")
+    return f"{verdict} ({reason})" if reason else verdict
+
+
+def _compute_end(events: Sequence[HandoffEvent], times: dict[HandoffEvent, int]) -> int | None:
+    layers = [times[event] for event in events if event.event is EventName.LAYER_COMPUTED]
+    if layers:
+        return max(layers)
+    return min((times[event] for event in events if event.event is EventName.PREFILL_FINISHED), default=None)
+
+
+def _overlap(
+    pushes: Sequence[HandoffEvent],
+    starts: dict[HandoffEvent, int],
+    times: dict[HandoffEvent, int],
+    compute_end: int | None,
+) -> float | None:
+    whole = sum(times[event] - starts[event] for event in pushes)
+    if compute_end is None or whole <= 0:
+        return None
+    return sum(max(0, min(times[event], compute_end) - starts[event]) for event in pushes) / whole
+
+
+def _takeover(
+    events: Sequence[HandoffEvent], pushes: Sequence[HandoffEvent], times: dict[HandoffEvent, int]
+) -> float | None:
+    """From the last byte to the first decode step, as the decode worker tells it; else as the broker heard of it."""
+    taken = [event for event in events if event.event is EventName.TAKEN_OVER]
+    told = [times[event] for event in taken if event.service == "decode"] or [times[event] for event in taken]
+    if not told or not pushes:
+        return None
+    return (min(told) - max(times[event] for event in pushes)) / _MS

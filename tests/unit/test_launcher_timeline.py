@@ -1,0 +1,186 @@
+"""A timeline is computed from events alone, whatever their order."""
+
+from __future__ import annotations
+
+import random
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName, HandoffEvent
+from services.launcher.core.table import render, render_event
+from services.launcher.core.timeline import build, by_handoff, is_finished
+
+_MS = 1_000_000
+_START = datetime(2025, 1, 1, tzinfo=UTC)
+
+
+def _event(name: EventName, at_ms: float, service: str, *, boot_ns: int = 10**12, **fields: Any) -> HandoffEvent:
+    return HandoffEvent(
+        event=name,
+        service=service,
+        instance=fields.pop("instance", f"{service}-0"),
+        handoff_id=fields.pop("handoff_id", "r1-0"),
+        request_id="r1",
+        at=(_START + timedelta(milliseconds=at_ms)).isoformat(),
+        at_ns=boot_ns + round(at_ms * _MS),
+        **fields,
+    )
+
+
+def _push(
+    start_ms: float, duration_ms: float, rank: int, role: str = "key", told_ms: float | None = None
+) -> HandoffEvent:
+    return _event(
+        EventName.PART_PUSHED,
+        told_ms if told_ms is not None else start_ms + duration_ms,
+        "prefill",
+        started_ns=10**12 + round(start_ms * _MS),
+        duration_ms=duration_ms,
+        num_bytes=1000,
+        num_parts=1,
+        source_rank=rank,
+        destination_rank=0,
+        role=role,
+        layer=3,
+    )
+
+
+def _layer(start_ms: float, duration_ms: float, layer: int) -> HandoffEvent:
+    return _event(
+        EventName.LAYER_COMPUTED,
+        start_ms + duration_ms,
+        "prefill",
+        started_ns=10**12 + round(start_ms * _MS),
+        duration_ms=duration_ms,
+        layer=layer,
+        source_rank=0,
+    )
+
+
+def _story() -> list[HandoffEvent]:
+    return [
+        _event(EventName.REQUEST_SUBMITTED, 0, "broker", prefill_worker="prefill-0", decode_worker="decode-0"),
+        _event(EventName.DECODE_RESERVED, 2, "broker", duration_ms=1.5, rpc_ms=1.2),
+        _layer(5, 5, 0),
+        _layer(10, 10, 3),
+        _push(12, 4, 0),
+        _push(16, 8, 1, "ssm"),
+        _event(EventName.RANK_PUSHED, 25, "prefill", source_rank=0, num_bytes=1000, num_parts=1),
+        _event(EventName.PREFILL_FINISHED, 26, "prefill", num_tokens=32),
+        _event(EventName.TAKEN_OVER, 27.5, "decode"),
+        _event(EventName.TAKEN_OVER, 29, "broker"),
+        _event(EventName.REQUEST_FINISHED, 50, "broker", finish_reason="stop"),
+    ]
+
+
+def test_figures_come_from_the_events() -> None:
+    """Overlap clips each push at the end of compute; takeover ends at the decode worker's own word."""
+    timeline = build(_story())
+    assert timeline.overlap == pytest.approx((4 + 4) / 12)
+    assert timeline.takeover_ms == pytest.approx(3.5)
+    assert timeline.total_ms == pytest.approx(50)
+    assert (timeline.num_bytes, timeline.num_parts) == (2000, 2)
+    assert (timeline.route, timeline.outcome) == ("prefill-0 -> decode-0", "finished (stop)")
+
+
+def test_pushes_fold_into_one_row_a_rank() -> None:
+    """Parts of a rank are one row with their sum, and the rank's own summary is not shown a second time."""
+    rows = {row.name: row for row in build(_story()).rows}
+    assert (rows["push, rank 1"].at_ms, rows["push, rank 1"].duration_ms) == (16, 8)
+    assert rows["push, rank 1"].detail == "ssm 1,000"
+    assert (rows["compute, rank 0"].at_ms, rows["compute, rank 0"].detail) == (5, "2 layers")
+    assert "rank pushed" not in rows
+
+
+def test_rank_summaries_count_where_parts_are_missing() -> None:
+    """Without events of single parts the summaries of the ranks give bytes and parts."""
+    events = [event for event in _story() if event.event is not EventName.PART_PUSHED]
+    timeline = build(events)
+    assert (timeline.num_bytes, timeline.num_parts, timeline.overlap, timeline.takeover_ms) == (1000, 1, None, None)
+    assert "rank pushed" in {row.name for row in timeline.rows}
+
+
+def test_order_and_repeats_change_nothing() -> None:
+    """The stream may repeat events and interleave services."""
+    shuffled = _story() * 2
+    random.Random(7).shuffle(shuffled)
+    assert build(shuffled) == build(_story())
+
+
+def test_a_push_told_late_counts_when_it_happened() -> None:
+    """Ranks measure, their worker publishes afterwards: the measured end is the end."""
+    late = [_push(12, 4, 0, told_ms=40) if event == _push(12, 4, 0) else event for event in _story()]
+    assert build(late).takeover_ms == build(_story()).takeover_ms
+
+
+def test_processes_on_two_hosts_are_joined_by_the_wall_clock() -> None:
+    """Monotonic clocks of two hosts have nothing in common, so their events are placed by wall time."""
+    moved = [
+        msgspec.structs.replace(event, at_ns=event.at_ns - 10**11) if event.service == "decode" else event
+        for event in _story()
+    ]
+    assert build(moved).takeover_ms == pytest.approx(3.5, abs=0.01)
+
+
+def test_an_unfinished_request_says_so() -> None:
+    """There is no total without an end."""
+    timeline = build(_story()[:-1])
+    assert (timeline.outcome, timeline.total_ms) == ("not finished", None)
+    assert not is_finished(_story()[:-1])
+    assert is_finished(_story())
+
+
+def test_a_failure_names_its_code() -> None:
+    """The error of the last event is the outcome."""
+    error = ErrorInfo(code=ErrorCode.WORKER_LOST, message="decode-0 is gone")
+    events = [*_story()[:-1], _event(EventName.REQUEST_FAILED, 60, "broker", error=error)]
+    assert build(events).outcome == "failed (worker_lost)"
+    assert "worker_lost: decode-0 is gone" in render(build(events))
+
+
+def test_a_mixed_request_has_one_worker() -> None:
+    """Its route is that worker, and nothing is moved."""
+    events = [
+        _event(EventName.REQUEST_SUBMITTED, 0, "broker", mixed_worker="mixed-0"),
+        _event(EventName.REQUEST_FINISHED, 9, "broker", finish_reason="length"),
+    ]
+    timeline = build(events)
+    assert (timeline.route, timeline.num_bytes, timeline.overlap) == ("mixed-0", 0, None)
+
+
+@pytest.mark.parametrize("handoffs", [(), ("r1-0", "r1-1")])
+def test_a_timeline_is_of_one_handoff(handoffs: tuple[str, ...]) -> None:
+    """None and several are refused; `by_handoff` tells them apart first."""
+    events = [_event(EventName.REQUEST_SUBMITTED, 0, "broker", handoff_id=handoff) for handoff in handoffs]
+    with pytest.raises(ValueError, match=f"about {len(handoffs)}"):
+        build(events)
+    assert tuple(by_handoff(events)) == handoffs
+
+
+def test_the_table_shows_phases_in_order_and_the_figures() -> None:
+    """Phases come in order of time, figures last."""
+    text = render(build(_story()))
+    phases = [
+        "request submitted",
+        "decode reserved",
+        "compute, rank 0",
+        "push, rank 0",
+        "prefill finished",
+        "taken over",
+    ]
+    places = [text.index(phase) for phase in phases]
+    assert places == sorted(places)
+    assert "2,000 bytes in 2 parts" in text
+    assert "67% of the push time" in text
+    assert "3.5 ms from the last cache byte" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_an_event_is_one_line_without_absent_fields() -> None:
+    """What an event does not say is not shown."""
+    line = render_event(_event(EventName.REQUEST_FINISHED, 50, "broker", num_tokens=1234, finish_reason="stop"))
+    assert line.endswith("r1-0  request_finished  broker-0  tokens=1,234  finish_reason=stop")
