@@ -1,0 +1,149 @@
+"""Who sees which keys in one step: computed once a step from global lengths, used by every full-attention layer.
+
+Without context parallelism is the case of a group of one rank, by the same formulas (`common.layout.context_parallel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+QUERY_TILE: Final = 256
+"""Most query rows of one sequence that meet a key tile at once."""
+KEY_TILE: Final = 2048
+"""Most keys of one sequence that are gathered at once."""
+BATCH_KEYS: Final = 16384
+"""Most keys of a whole decode batch that are gathered at once."""
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceView:
+    """What attention must know of one sequence of a step: its (local) blocks, and the positions that it adds."""
+
+    block_ids: Sequence[int]
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyTile:
+    """Some keys of each sequence of a group.
+
+    `rows` `[B * kv_heads * blocks]` index a cache seen as `[num_blocks * kv_heads, block_size * head_dim]`; of the keys that
+    they bring, the first `num_keys` count. `mask` is None (all rows see all keys) or additive fp32 `[B, 1, R, num_keys]`, and
+    `empty` marks the rows, `[B, 1, R]`, that see no key of the tile (None when there are none).
+    """
+
+    rows: torch.Tensor
+    num_keys: int
+    mask: torch.Tensor | None
+    empty: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionGroup:
+    """Query rows `[first, first + batch * num_queries)` of the step: `batch` sequences with `num_queries` rows each."""
+
+    first: int
+    batch: int
+    num_queries: int
+    tiles: tuple[KeyTile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """One step of one rank.
+
+    `write_rows` `[tokens written * kv_heads]` say where K and V of the step's tokens go, in a cache seen as
+    `[num_blocks * kv_heads * block_size, head_dim]`; `written` selects those tokens (None: all; other ranks of a
+    context-parallel group hold the rest).
+    """
+
+    write_rows: torch.Tensor
+    written: torch.Tensor | None
+    groups: tuple[AttentionGroup, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionGeometry:
+    """The sizes that metadata depend on: heads of this rank and its place in the context-parallel group."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    block_size: int
+    dcp_rank: int = 0
+    dcp_size: int = 1
+
+    def local_lengths(self, lengths: Ints) -> Ints:
+        """Keys that this rank holds of the first `lengths` of a sequence (vectorised `local_length`)."""
+        rounds, rest = np.divmod(lengths, self.block_size * self.dcp_size)
+        local: Ints = rounds * self.block_size + np.clip(rest - self.dcp_rank * self.block_size, 0, self.block_size)
+        return local
+
+    def build(self, sequences: Sequence[SequenceView]) -> AttentionMetadata:
+        """Metadata of a step whose rows are the tokens of `sequences` in order; those with one token must come first."""
+        num_single = sum(view.num_tokens == 1 for view in sequences)
+        write_rows, written = self._writes(sequences)
+        groups = []
+        if num_single:
+            groups.append(self._group(sequences[:num_single], first=0, skip=0, count=1))
+        row = num_single
+        for view in sequences[num_single:]:
+            for skip in range(0, view.num_tokens, QUERY_TILE):
+                count = min(QUERY_TILE, view.num_tokens - skip)
+                groups.append(self._group((view,), first=row + skip, skip=skip, count=count))
+            row += view.num_tokens
+        return AttentionMetadata(write_rows=write_rows, written=written, groups=tuple(groups))
+
+    def _writes(self, sequences: Sequence[SequenceView]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        size, heads = self.block_size, self.num_kv_heads
+        rows, owned = [], []
+        for view in sequences:
+            positions = np.arange(view.start, view.start + view.num_tokens)
+            blocks, offsets = np.divmod(positions, size)
+            mine = blocks % self.dcp_size == self.dcp_rank
+            local = np.asarray(view.block_ids, dtype=np.int64)[blocks[mine] // self.dcp_size]
+            rows.append(local[:, None] * (heads * size) + np.arange(heads) * size + offsets[mine, None])
+            owned.append(mine)
+        write_rows = torch.from_numpy(np.concatenate(rows).reshape(-1))
+        if self.dcp_size == 1:
+            return write_rows, None
+        return write_rows, torch.from_numpy(np.flatnonzero(np.concatenate(owned)))
+
+    def _group(self, views: Sequence[SequenceView], *, first: int, skip: int, count: int) -> AttentionGroup:
+        starts = np.array([view.start + skip for view in views], dtype=np.int64)
+        visible = self.local_lengths(starts[:, None] + np.arange(1, count + 1))
+        longest = int(visible.max())
+        tile_blocks = max(1, min(KEY_TILE, BATCH_KEYS // len(views)) // self.block_size)
+        num_blocks = max(1, -(-longest // self.block_size))
+        table = np.zeros((len(views), num_blocks), dtype=np.int64)
+        for i, view in enumerate(views):
+            held = view.block_ids[:num_blocks]
+            table[i, : len(held)] = held
+        tiles = tuple(
+            self._tile(table[:, at : at + tile_blocks], visible, at * self.block_size, longest)
+            for at in range(0, num_blocks, tile_blocks)
+        )
+        return AttentionGroup(first=first, batch=len(views), num_queries=count, tiles=tiles)
+
+    def _tile(self, table: Ints, visible: Ints, start: int, longest: int) -> KeyTile:
+        heads = np.arange(self.num_kv_heads)[None, :, None]
+        rows = (table[:, None] * self.num_kv_heads + heads).reshape(-1)
+        num_keys = max(1, min(table.shape[1] * self.block_size, longest - start))
+        mask = empty = None
+        shortest = int(visible.min())
+        if shortest < start + num_keys:
+            # One row a query head of the KV head's group and query: heads outside, queries inside.
+            per_row = np.tile(visible, (1, self.num_query_heads // self.num_kv_heads if visible.shape[1] > 1 else 1))
+            seen = torch.from_numpy(per_row - start)[:, None]
+            hidden = torch.arange(num_keys) >= seen[..., None]
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            empty = seen <= 0 if shortest <= start else None
+        return KeyTile(rows=torch.from_numpy(rows), num_keys=num_keys, mask=mask, empty=empty)

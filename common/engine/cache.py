@@ -1,0 +1,95 @@
+"""The caches of one rank as tensors: views of its one data-plane region, by the region map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from common.engine.config import CONV_KERNEL, ModelConfig
+from common.layout.region import Cache, RegionMap
+from common.layout.shape import CacheShape, LayerType
+from contracts.manifest import CacheDtypes, Dtype, Role
+
+TORCH_DTYPES: Final = {
+    Dtype.FLOAT32: torch.float32,
+    Dtype.BFLOAT16: torch.bfloat16,
+    Dtype.FLOAT16: torch.float16,
+}
+
+
+def cache_shape(
+    config: ModelConfig,
+    *,
+    dtype: Dtype,
+    block_size: int,
+    num_blocks: int,
+    num_slots: int,
+    num_speculative_tokens: int = 0,
+) -> CacheShape:
+    """The dimensions of a model's caches; with a speculation depth the draft head has a cache too.
+
+    The counts are those of one rank.
+    """
+    return CacheShape(
+        layer_types=tuple(LayerType(kind) for kind in config.layer_types),
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_head_dim=config.linear_key_head_dim,
+        value_head_dim=config.linear_value_head_dim,
+        conv_kernel=CONV_KERNEL,
+        dtypes=CacheDtypes(key=dtype, value=dtype, conv=dtype),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        num_speculative_tokens=num_speculative_tokens,
+        num_draft_layers=config.num_mtp_layers if num_speculative_tokens else 0,
+    )
+
+
+class LayerCaches:
+    """The target model's caches by layer index.
+
+    `key[i]`, `value[i]`: `[num_blocks, kv_heads, block_size, head_dim]` of full-attention layer i. `conv[i]`:
+    `[num_slots, 3 + k, channels]`, and `ssm[i]`: `[num_slots, k + 1, value_heads, dk, dv]` fp32, of linear layer i. The state
+    of a sequence is in rows 0 to 2 of conv and row 0 of ssm, unless speculation moved it.
+    """
+
+    def __init__(self, region_map: RegionMap, memory: memoryview) -> None:
+        self.region_map = region_map
+        self.key: dict[int, torch.Tensor] = {}
+        self.value: dict[int, torch.Tensor] = {}
+        self.conv: dict[int, torch.Tensor] = {}
+        self.ssm: dict[int, torch.Tensor] = {}
+        for layer, kind in enumerate(region_map.shape.layer_types):
+            match kind:
+                case LayerType.FULL:
+                    self.key[layer] = _view(memory, region_map.cache(Role.KEY, layer))
+                    self.value[layer] = _view(memory, region_map.cache(Role.VALUE, layer))
+                case LayerType.LINEAR:
+                    self.conv[layer] = _view(memory, region_map.cache(Role.CONV, layer))
+                    self.ssm[layer] = _view(memory, region_map.cache(Role.SSM, layer))
+
+    def zero_slot(self, slot: int) -> None:
+        """Forget what the slot's last sequence left: every conv column and every state row, of every linear layer."""
+        for caches in (self.conv, self.ssm):
+            for cache in caches.values():
+                cache[slot].zero_()
+
+
+def _view(memory: memoryview, cache: Cache) -> torch.Tensor:
+    dtype = TORCH_DTYPES[cache.dtype]
+    count = cache.nbytes // cache.dtype.itemsize
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=cache.offset)
+    return flat.view(*cache.shape)
+
+
+def state_view(states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
+    """The consecutive `rows` of `states` (dim 0) as a view to update in place, or None when they are not consecutive."""
+    first = rows[0]
+    if all(row == first + i for i, row in enumerate(rows)):
+        return states.narrow(0, first, len(rows))
+    return None

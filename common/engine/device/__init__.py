@@ -1,0 +1,1 @@
+"""The only place that knows devices: one adapter each, behind one port."""

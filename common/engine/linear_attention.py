@@ -1,0 +1,109 @@
+"""The Gated DeltaNet mixer of a layer: projections, convolution, recurrence and gated norm, on one rank's heads."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch.nn import functional
+
+from common.engine.cache import state_view
+from common.engine.gated_delta_net import (
+    DeltaTokens,
+    chunk_rule,
+    convolve_chunk,
+    convolve_step,
+    step_rule,
+    unit_length,
+)
+from common.engine.norm import rms_norm
+from common.engine.shard import RankShard
+from common.engine.step_buffers import StepInput
+from common.engine.weights import LinearAttentionWeights
+
+CONV_ROWS: Final = 3
+
+
+class LinearAttention:
+    """The mixer of all linear layers of a rank; weights and caches are given with each call."""
+
+    def __init__(self, shard: RankShard) -> None:
+        config = shard.config
+        self.eps = config.rms_norm_eps
+        self.heads = len(shard.linear_value_heads)
+        self.key_heads = len(shard.linear_key_heads)
+        self.key_dim = config.linear_key_head_dim
+        self.value_dim = config.linear_value_head_dim
+        self.projections = [shard.conv_channels, shard.value_channels, self.heads, self.heads]
+        self.segments = [2 * shard.key_channels, shard.value_channels]
+
+    def mix(
+        self, weights: LinearAttentionWeights, x: torch.Tensor, conv: torch.Tensor, ssm: torch.Tensor, step: StepInput
+    ) -> torch.Tensor:
+        """Mix `x [T, hidden]` and advance the states of the step's sequences.
+
+        `conv` and `ssm` are the layer's caches (`LayerCaches`). Returns what goes into the output projection, `[T, value
+        channels]`.
+        """
+        projected = functional.linear(x, weights.in_proj)
+        raw, z, b, a = projected.split_with_sizes(self.projections, -1)
+        mixed = functional.silu(_convolve(conv, raw, weights.conv, step)).float()
+        qk, value = mixed.split_with_sizes(self.segments, -1)
+        # Value head j reads with key head j // (heads / key_heads).
+        qk = unit_length(qk.view(-1, 2, self.key_heads, 1, self.key_dim))
+        qk = qk.expand(-1, -1, -1, self.heads // self.key_heads, -1).reshape(-1, 2, self.heads, self.key_dim)
+        tokens = DeltaTokens(
+            query=qk[:, 0],
+            key=qk[:, 1],
+            value=value.view(-1, self.heads, self.value_dim),
+            beta=b.float().sigmoid(),
+            log_decay=functional.softplus(a.float() + weights.dt_bias).mul_(weights.decay),
+        )
+        output = rms_norm(_recur(ssm, tokens, step), weights.norm, self.eps)
+        output.mul_(functional.silu(z.float()).view(-1, self.heads, self.value_dim))
+        return output.flatten(1).to(x.dtype)
+
+
+def _convolve(cache: torch.Tensor, raw: torch.Tensor, weight: torch.Tensor, step: StepInput) -> torch.Tensor:
+    """Convolve `raw [T, C]`, the projections before SiLU, with what each sequence's slot remembers, and remember the rest."""
+    outputs = []
+    singles = len(step.slots)
+    if singles:
+        held = state_view(cache, step.slots)
+        before = (cache.index_select(0, step.slot_index) if held is None else held)[:, :CONV_ROWS]
+        window = torch.cat((before, raw[:singles, None]), 1)
+        outputs.append(convolve_step(window, weight))
+        if held is None:
+            cache[:, :CONV_ROWS].index_copy_(0, step.slot_index, window[:, 1:])
+        else:
+            before.copy_(window[:, 1:])
+    for chunk in step.chunks:
+        state = cache[chunk.slot, :CONV_ROWS]
+        padded = torch.cat((state, raw.narrow(0, chunk.first, chunk.num_tokens)))
+        outputs.append(convolve_chunk(padded, weight))
+        state.copy_(padded[-CONV_ROWS:])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _recur(cache: torch.Tensor, tokens: DeltaTokens, step: StepInput) -> torch.Tensor:
+    """Run the recurrence over all sequences of the step: `[T, heads, dv]`."""
+    outputs = []
+    current = cache[:, 0]
+    singles = len(step.slots)
+    if singles:
+        held = state_view(current, step.slots)
+        state = current.index_select(0, step.slot_index) if held is None else held
+        # With more than one row a slot the view has gaps between sequences: then this is a copy, and is written back.
+        flat = state.reshape(-1, *state.shape[2:])
+        rows = tokens.rows(0, singles)
+        output = step_rule(DeltaTokens(*(part.flatten(0, 1) for part in rows)), flat)
+        outputs.append(output.view(singles, -1, output.shape[-1]))
+        if held is None:
+            current.index_copy_(0, step.slot_index, flat.view_as(state))
+        elif not held.is_contiguous():
+            held.copy_(flat.view_as(held))
+    for chunk in step.chunks:
+        rows = tokens.rows(chunk.first, chunk.num_tokens)
+        output = chunk_rule(DeltaTokens(*(part.transpose(0, 1) for part in rows)), current[chunk.slot])
+        outputs.append(output.transpose(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

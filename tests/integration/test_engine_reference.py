@@ -1,0 +1,153 @@
+"""The model against the reference implementation, in fp32: logits within the tolerance, and equal tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine.attention_metadata import AttentionGeometry
+from common.engine.cache import LayerCaches, cache_shape
+from common.engine.config import load_config
+from common.engine.device.cpu import CpuDevice
+from common.engine.model import Model
+from common.engine.shard import RankShard
+from common.engine.step_buffers import StepBuffers, StepSequence
+from common.engine.weights import load_weights
+from common.layout.region import lay_out
+from contracts.manifest import Coordinates, Dtype
+
+BLOCK_SIZE = 16
+BLOCKS = tuple(range(50, 80))
+
+
+class Runner:
+    """One rank without the rank: a model with its caches and buffers."""
+
+    def __init__(self, folder: Path, *, num_speculative_tokens: int = 0) -> None:
+        self.config = config = load_config(folder)
+        shard = RankShard(config=config)
+        shape = cache_shape(
+            config,
+            dtype=Dtype.FLOAT32,
+            block_size=BLOCK_SIZE,
+            num_blocks=200,
+            num_slots=6,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        region = lay_out(shape, Coordinates())
+        self.caches = LayerCaches(region, memoryview(bytearray(region.nbytes)))
+        device = CpuDevice()
+        self.model = Model(shard, load_weights(folder, shard, torch.float32), self.caches, None, device)
+        geometry = AttentionGeometry(
+            num_query_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            block_size=BLOCK_SIZE,
+        )
+        self.buffers = StepBuffers(geometry, max_tokens=1024, max_sequences=8, device=device.torch_device)
+
+    def __call__(self, sequences: Sequence[StepSequence], **hooks: Callable[[int], None]) -> torch.Tensor:
+        """Logits of a step."""
+        logits = self.model.forward(self.buffers.fill(sequences), **hooks)
+        assert logits is not None
+        return logits
+
+    def feed(self, tokens: Sequence[int], sizes: Sequence[int], *, slot: int = 2) -> torch.Tensor:
+        """Logits of all positions of one sequence fed in pieces of `sizes`."""
+        outputs, at = [], 0
+        for size in sizes:
+            piece = tokens[at : at + size]
+            outputs.append(
+                self([StepSequence(slot=slot, block_ids=BLOCKS, start=at, token_ids=piece, num_logits=len(piece))])
+            )
+            at += size
+        return torch.cat(outputs)
+
+
+def pieces(total: int, size: int) -> list[int]:
+    """Sizes that add up to `total`."""
+    return [size] * (total // size) + ([total % size] if total % size else [])
+
+
+@pytest.mark.parametrize("size", [1000, 64, 37, 1])
+def test_logits_equal_the_reference_however_the_prompt_is_cut(reference: Any, size: int) -> None:
+    """One pass, chunks of 64, odd chunks and single steps give the reference's logits at every position."""
+    runner = Runner(reference.folder)
+    for prompt in reference.prompts:
+        tokens = (prompt.token_ids + prompt.output_ids)[:-1]
+        runner.caches.zero_slot(2)
+        logits = runner.feed(tokens, pieces(len(tokens), size))
+        assert float((logits - prompt.logits).abs().max()) <= reference.tolerance
+
+
+def test_greedy_tokens_of_a_batch_equal_the_reference(reference: Any) -> None:
+    """All prompts at once, prefilled in chunks beside sequences that already decode, give the reference's 64 tokens each."""
+    runner = Runner(reference.folder)
+    tables = [list(range(i, 196, 7)) for i in range(4)]
+    sequences = [list(prompt.token_ids) for prompt in reference.prompts]
+    done = [0] * 4
+    while any(len(s) < len(p.token_ids) + 64 for s, p in zip(sequences, reference.prompts, strict=True)):
+        active = [i for i, p in enumerate(reference.prompts) if len(sequences[i]) < len(p.token_ids) + 64]
+        step = []
+        for i in active:
+            piece = sequences[i][done[i] : done[i] + 50]
+            step.append(
+                StepSequence(slot=(5, 0, 3, 1)[i], block_ids=tables[i], start=done[i], token_ids=piece, num_logits=1)
+            )
+            done[i] += len(piece)
+        chosen = runner(step).argmax(-1).tolist()
+        for i, token in zip(active, chosen, strict=True):
+            if done[i] == len(sequences[i]):
+                sequences[i].append(token)
+    for sequence, prompt in zip(sequences, reference.prompts, strict=True):
+        assert tuple(sequence[len(prompt.token_ids) :]) == prompt.output_ids
+
+
+def test_room_for_speculation_changes_nothing(reference: Any) -> None:
+    """With k = 2 a slot has three states and five conv columns; plain decoding in two slots gives the same logits."""
+    runner = Runner(reference.folder, num_speculative_tokens=2)
+    prompt = reference.prompts[1]
+    logits = runner.feed(prompt.token_ids, [63, 1])
+    assert float((logits - prompt.logits[:64]).abs().max()) <= reference.tolerance
+    plain = Runner(reference.folder)
+    plain.feed(prompt.token_ids, [64])
+    steps = [
+        StepSequence(slot=slot, block_ids=BLOCKS, start=64, token_ids=[prompt.output_ids[0]], num_logits=1)
+        for slot in (2, 3)
+    ]
+    assert torch.allclose(runner(steps)[0], plain(steps)[0], atol=reference.tolerance)
+
+
+def test_conv_channels_in_the_wrong_order_are_noticed(reference: Any) -> None:
+    """A conv state moved as one slab, with K and V channels rotated, is a visible error: the comparison can fail."""
+    runner = Runner(reference.folder)
+    prompt = reference.prompts[2]
+    runner.feed(prompt.token_ids, [131])
+    for conv in runner.caches.conv.values():
+        conv[2] = conv[2].roll(32, dims=-1)
+    step = StepSequence(slot=2, block_ids=BLOCKS, start=131, token_ids=[prompt.output_ids[0]], num_logits=1)
+    assert float((runner([step])[0] - prompt.logits[131]).abs().max()) > 100 * reference.tolerance
+
+
+def test_each_layer_is_announced_once_when_its_cache_is_complete(reference: Any) -> None:
+    """`on_layer_written` comes in layer order, after that layer's content is there and before later layers run."""
+    runner = Runner(reference.folder)
+    caches = runner.caches
+    written: list[int] = []
+    started: list[int] = []
+
+    def check(layer: int) -> None:
+        assert started[-1] == layer
+        full = layer in caches.key
+        content = caches.key[layer][BLOCKS[0]] if full else caches.ssm[layer][2]
+        assert bool(content.any())
+        later = [i for i in range(layer + 1, runner.config.num_hidden_layers) if i in caches.ssm]
+        assert not any(caches.ssm[i][2].any() for i in later)
+        written.append(layer)
+
+    step = StepSequence(slot=2, block_ids=BLOCKS, start=0, token_ids=[5, 6, 7], num_logits=1)
+    runner([step], on_layer_written=check, on_layer_start=started.append)
+    assert written == started == list(range(runner.config.num_hidden_layers))
