@@ -60,19 +60,23 @@ def extents(
         if len(ids) < needed:
             raise InvalidValueError(field=field, value=f"{len(ids)} ids", rule=f"at least {needed} for token {end - 1}")
     found: list[Extent] = []
+    first_full, end_full = -(-start // block_size), end // block_size
     src_block = dst_block = count = 0
     for block in blocks:
         src, dst = src_block_ids[block], dst_block_ids[block // modulus]
-        low, high = max(start - block * block_size, 0), min(end - block * block_size, block_size)
-        full = high - low == block_size
-        if full and count and src == src_block + count * modulus and dst == dst_block + count:
-            count += 1
+        if first_full <= block < end_full:
+            if count and src == src_block + count * modulus and dst == dst_block + count:
+                count += 1
+                continue
+            if count:
+                found.append(_full(src_block, dst_block, block_size, count, modulus))
+            src_block, dst_block, count = src, dst, 1
             continue
         if count:
             found.append(_full(src_block, dst_block, block_size, count, modulus))
-        src_block, dst_block, count = src, dst, int(full)
-        if not full:
-            found.append(Extent(src_block=src, dst_block=dst, first=low, num_tokens=high - low))
+            count = 0
+        low, high = max(start - block * block_size, 0), min(end - block * block_size, block_size)
+        found.append(Extent(src_block=src, dst_block=dst, first=low, num_tokens=high - low))
     if count:
         found.append(_full(src_block, dst_block, block_size, count, modulus))
     return tuple(found)
@@ -85,27 +89,22 @@ def bind_extents(template: PagedTemplate, where: Iterable[Extent]) -> tuple[Run,
     """
     runs: list[Run] = []
     token_bytes, head_bytes, num_heads = template.token_bytes, template.head_bytes, template.piece.length
+    src_stride, dst_stride = template.src_block_stride, template.dst_block_stride
     for extent in where:
-        last_step = extent.count - 1
-        _check_id("src_block_ids", extent.src_block, last_step * extent.src_step, template.src_num_blocks)
-        _check_id("dst_block_ids", extent.dst_block, last_step, template.dst_num_blocks)
+        src, dst, count = extent.src_block, extent.dst_block, extent.count
+        src_last, dst_last = src + (count - 1) * extent.src_step, dst + count - 1
+        if src < 0 or dst < 0 or src_last >= template.src_num_blocks or dst_last >= template.dst_num_blocks:
+            _check_id("src_block_ids", src, src_last - src, template.src_num_blocks)
+            _check_id("dst_block_ids", dst, dst_last - dst, template.dst_num_blocks)
         skipped = extent.first * token_bytes
+        src_at = template.src_offset + src * src_stride + skipped
+        dst_at = template.dst_offset + dst * dst_stride + skipped
         length = extent.num_tokens * token_bytes
         if length == head_bytes:
-            length *= num_heads
-            count = extent.count
-            strides = extent.src_step * template.src_block_stride, template.dst_block_stride
+            strides = extent.src_step * src_stride, dst_stride
+            _append(runs, src_at, dst_at, length * num_heads, count=count, strides=strides)
         else:
-            count = num_heads
-            strides = head_bytes, head_bytes
-        _append(
-            runs,
-            template.src_offset + extent.src_block * template.src_block_stride + skipped,
-            template.dst_offset + extent.dst_block * template.dst_block_stride + skipped,
-            length,
-            count=count,
-            strides=strides,
-        )
+            _append(runs, src_at, dst_at, length, count=num_heads, strides=(head_bytes, head_bytes))
     return tuple(runs)
 
 
