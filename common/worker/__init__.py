@@ -1,0 +1,1 @@
+"""The shell that the three worker roles share."""

@@ -1,0 +1,1 @@
+"""The decode worker: takes requests over after prefill and generates their tokens."""

@@ -1,0 +1,1 @@
+"""The mixed worker: prefill and decode in one engine."""

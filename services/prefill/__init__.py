@@ -1,0 +1,1 @@
+"""The prefill worker: computes prompts and pushes their cache to decode workers."""

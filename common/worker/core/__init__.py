@@ -1,0 +1,1 @@
+"""A worker's decisions, without I/O: memory, scheduling, prompts, parts."""

@@ -1,0 +1,43 @@
+"""Publishes the events that people read, off the critical path."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+from common.bus.port import Bus
+from common.runtime.clock import Clock
+from contracts import subjects
+from contracts.codec import encode
+from contracts.events import EventName, HandoffEvent
+
+
+class HandoffEvents:
+    """Events of one service instance. Publishing never waits and never fails the caller: what is dropped is counted."""
+
+    def __init__(self, bus: Bus, clock: Clock, *, service: str, instance: str) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._service = service
+        self._instance = instance
+        self._count = 0
+
+    def publish(
+        self, event: EventName, *, handoff_id: str, request_id: str, at_ns: int | None = None, **fields: Any
+    ) -> None:
+        """Say that `event` happened, now or at the host's monotonic `at_ns`. `fields` are those of `HandoffEvent`."""
+        now_ns = self._clock.monotonic_ns()
+        wall = self._clock.wall_time() - (0 if at_ns is None else (now_ns - at_ns) / 1e9)
+        message = HandoffEvent(
+            event=event,
+            service=self._service,
+            instance=self._instance,
+            handoff_id=handoff_id,
+            request_id=request_id,
+            at=dt.datetime.fromtimestamp(wall, dt.UTC).isoformat(timespec="microseconds"),
+            at_ns=now_ns if at_ns is None else at_ns,
+            **fields,
+        )
+        self._count += 1
+        subject = subjects.event(self._service, handoff_id, event)
+        self._bus.publish_event(subject, encode(message), message_id=f"{self._instance}-{handoff_id}-{self._count}")

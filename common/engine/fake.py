@@ -1,0 +1,221 @@
+"""An engine without a model: the same commands, made-up tokens, parts that say they were pushed. For simulation and load tests.
+
+The token at position p of a sequence depends on the request's seed and p alone, so that whoever continues a sequence
+continues it alike: what a mesh of fake engines streams can be compared with `fake_token`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+from common.engine.port import EngineError, EngineInfo, StepResult
+from common.layout.planner import ReshardPlan, plan
+from common.layout.refusal import PlanRefusedError
+from common.layout.region import lay_out
+from common.layout.shape import CacheShape, LayerType
+from common.runtime.clock import Clock
+from contracts.manifest import CacheDtypes, Coordinates, Dtype, PlannedPart, Role
+from contracts.rank import (
+    BindSequence,
+    PartPushed,
+    PushOutcome,
+    RankProgress,
+    RankScan,
+    RankStarted,
+    SampledToken,
+    StepItem,
+    StepPlan,
+)
+from contracts.requests import WorkerRef
+from contracts.workers import WorkerDescription
+
+VOCAB_SIZE: Final = 1024
+EOS_TOKEN_ID: Final = 0
+MAX_POSITION: Final = 1 << 20
+MODEL: Final = "fake"
+
+_MASK: Final = (1 << 64) - 1
+_MAX_PUSHES: Final = 1 << 16
+
+
+def fake_token(seed: int, position: int) -> int:
+    """The token that every fake engine draws at `position`; never the end-of-sequence token. SplitMix64's finalizer."""
+    bits = (seed * 0x9E3779B97F4A7C15 + position + 1) & _MASK
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+    return 1 + (bits ^ (bits >> 31)) % (VOCAB_SIZE - 1)
+
+
+class FakeEngine:
+    """See `common.engine.port.Engine`. A step takes `step_s` seconds of the clock."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        worker_id: str,
+        incarnation: str,
+        tp: int = 1,
+        block_size: int = 16,
+        num_blocks: int = 256,
+        num_slots: int = 32,
+        step_s: float = 0.0,
+    ) -> None:
+        self._clock = clock
+        self._step_s = step_s
+        self._sequences: dict[int, BindSequence] = {}
+        self._plans: dict[tuple[str, str], ReshardPlan] = {}
+        self._pushes: asyncio.Queue[PartPushed] = asyncio.Queue(_MAX_PUSHES)
+        dtypes = CacheDtypes(key=Dtype.FLOAT32, value=Dtype.FLOAT32, conv=Dtype.FLOAT32)
+        shape = CacheShape(
+            layer_types=(LayerType.LINEAR, LayerType.FULL),
+            num_kv_heads=2,
+            head_dim=8,
+            num_key_heads=4,
+            num_value_heads=4,
+            key_head_dim=8,
+            value_head_dim=8,
+            conv_kernel=4,
+            dtypes=dtypes,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+        )
+        maps = [lay_out(shape, Coordinates(tp_rank=rank, tp_size=tp)) for rank in range(tp)]
+        self._info = EngineInfo(
+            model_fingerprint=MODEL,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=frozenset({EOS_TOKEN_ID}),
+            max_position=MAX_POSITION,
+            num_layers=len(shape.layer_types),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            ranks=tuple(
+                RankStarted(
+                    rank=rank,
+                    pid=0,
+                    manifest=region.manifest(worker_id=worker_id, incarnation=incarnation, model=MODEL),
+                    region=None,
+                    num_weight_bytes=0,
+                    num_region_bytes=region.nbytes,
+                    load_ms=0.0,
+                )
+                for rank, region in enumerate(maps)
+            ),
+        )
+
+    async def start(self) -> EngineInfo:
+        """Nothing to load."""
+        return self._info
+
+    async def link(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
+        """Compile the plan; there is nothing to connect to."""
+        own = [rank.manifest for rank in self._info.ranks]
+        try:
+            self._plans[peer.worker_id, peer.incarnation] = plan(own, [rank.manifest for rank in ranks])
+        except PlanRefusedError as error:
+            raise EngineError(error.message, code=error.code) from error
+
+    async def unlink(self, peer: WorkerRef) -> None:
+        """Forget the plan."""
+        self._plans.pop((peer.worker_id, peer.incarnation), None)
+
+    async def bind(self, binding: BindSequence) -> None:
+        """Remember the sequence."""
+        self._sequences[binding.seq] = binding
+
+    async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
+        """Forget the sequences. No writer is ever under way."""
+        del generation, timeout_ms
+        for seq in seqs:
+            self._sequences.pop(seq, None)
+        return frozenset()
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """Draw what was asked for, and report the parts of sequences with a push target as pushed."""
+        started_ns = self._clock.monotonic_ns()
+        if self._step_s:
+            await self._clock.sleep(self._step_s)
+        ended_ns = self._clock.monotonic_ns()
+        tokens: list[SampledToken] = []
+        pushed = False
+        for item in plan.items:
+            binding = self._sequences.get(item.seq)
+            if binding is None:
+                raise EngineError(f"seq: {item.seq} is not bound")
+            end = item.start + item.num_tokens
+            if item.sample:
+                token = fake_token(binding.sampling.seed, end)
+                tokens.append(SampledToken(seq=item.seq, position=end, token_id=token))
+            for push in self._pushes_of(item, binding, started_ns, ended_ns):
+                pushed = True
+                await self._pushes.put(push)
+        layers = (started_ns,) * self._info.num_layers
+        return StepResult(
+            step=plan.step,
+            tokens=tuple(tokens),
+            started_ns=started_ns,
+            ended_ns=ended_ns,
+            layer_started_ns=(layers,) * len(self._info.ranks) if pushed else (),
+        )
+
+    async def scan(self) -> tuple[RankScan, ...]:
+        """The bound sequences, the same on each rank."""
+        seqs = tuple(sorted(self._sequences))
+        return tuple(
+            RankScan(rank=rank.rank, seqs=seqs, num_queued_pushes=0, num_open_fds=0, num_memfds=0)
+            for rank in self._info.ranks
+        )
+
+    async def next_push(self) -> PartPushed:
+        """See `Engine.next_push`."""
+        return await self._pushes.get()
+
+    async def next_progress(self) -> RankProgress:
+        """There is none: waits until it is cancelled."""
+        await asyncio.Event().wait()
+        raise AssertionError("an event that nobody sets was set")
+
+    async def stop(self) -> None:
+        """Forget everything."""
+        self._sequences.clear()
+        self._plans.clear()
+
+    def _pushes_of(self, item: StepItem, binding: BindSequence, started_ns: int, ended_ns: int) -> Iterator[PartPushed]:
+        target = binding.push
+        if target is None:
+            return
+        compiled = self._plans.get((target.grant.worker_id, target.grant.incarnation))
+        if compiled is None:
+            raise EngineError(f"grant.worker_id: {target.grant.worker_id} is not linked")
+        start, end = max(item.start, target.num_cached_tokens), item.start + item.num_tokens
+        for part in compiled.parts:
+            if part.role in {Role.CONV, Role.SSM}:
+                if item.last_chunk:
+                    yield _pushed(part, binding, 0, 1, started_ns, ended_ns)
+            elif start < end:
+                yield _pushed(part, binding, start, end, started_ns, ended_ns)
+
+
+def _pushed(  # noqa: PLR0917 - a part, whose it is, its range, and when
+    part: PlannedPart, binding: BindSequence, start: int, end: int, started_ns: int, ended_ns: int
+) -> PartPushed:
+    return PartPushed(
+        rank=part.src_rank,
+        seq=binding.seq,
+        handoff_id=binding.handoff_id,
+        namespace=part.namespace,
+        role=part.role,
+        layer=part.layer,
+        destination_rank=part.dst_rank,
+        start=start,
+        end=end,
+        num_bytes=0,
+        queued_ns=started_ns,
+        started_ns=started_ns,
+        done_ns=ended_ns,
+        outcome=PushOutcome.DONE,
+    )

@@ -1,0 +1,51 @@
+"""How a worker tells the broker what happened: the same message again until it is heard, or the deadline passes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from common.bus.errors import BusError
+from common.bus.port import Bus
+from common.runtime.clock import Clock, Deadline
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.errors import ErrorCode, PdmeshError
+from contracts.handoff import PrefillFinished, RequestEnded, TakenOver
+from contracts.requests import Accepted, Answer, Refused
+from contracts.subjects import BrokerVerb
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_ASK_S: Final = 2.0
+
+Report = PrefillFinished | TakenOver | RequestEnded
+
+_VERBS: Final[dict[type[Report], BrokerVerb]] = {
+    PrefillFinished: BrokerVerb.PREFILL_FINISHED,
+    TakenOver: BrokerVerb.TAKEN_OVER,
+    RequestEnded: BrokerVerb.ENDED,
+}
+
+
+class BrokerClient:
+    """Delivers reports to the broker. Sending the same one again is safe: the broker answers from its record."""
+
+    def __init__(self, bus: Bus, clock: Clock) -> None:
+        self._bus = bus
+        self._clock = clock
+
+    async def deliver(self, report: Report, deadline: Deadline) -> Answer:
+        """Send until it is answered; the answer may be a refusal. Raises DEADLINE_EXCEEDED when nobody answered in time."""
+        pause = _FIRST_PAUSE_S
+        subject = subjects.broker_rpc(_VERBS[type(report)])
+        data = encode(report)
+        while not deadline.passed:
+            try:
+                reply = await self._bus.request(subject, data, timeout=min(_ASK_S, deadline.remaining))
+            except BusError:
+                await self._clock.sleep(min(pause, deadline.remaining))
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                continue
+            answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
+            return answer
+        raise PdmeshError(f"the broker did not answer {type(report).__name__}", code=ErrorCode.DEADLINE_EXCEEDED)

@@ -1,0 +1,109 @@
+"""Prompts on their way in: frames of token ids, put together and checked. Pure; bounded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import sys
+from array import array
+from dataclasses import dataclass, field
+
+from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
+from contracts.requests import PromptFrame
+
+
+@dataclass(slots=True)
+class _Partial:
+    num_frames: int
+    num_prompt_tokens: int
+    prompt_hash: str
+    deadline: float
+    frames: dict[int, bytes] = field(default_factory=dict)
+
+
+class PromptBuffer:
+    """Prompts that have not been asked to run yet, at most `max_tokens` of them in all.
+
+    Over that bound a frame is refused with OVERLOADED; prompts that nobody ran by their deadline are dropped.
+    """
+
+    def __init__(self, *, max_tokens: int, vocab_size: int) -> None:
+        self._max_tokens = max_tokens
+        self._vocab_size = vocab_size
+        self._prompts: dict[str, _Partial] = {}
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, frame: PromptFrame, now: float) -> None:
+        """Keep a frame; a repeat changes nothing. Raises `InvalidValueError`, or OVERLOADED without room."""
+        try:
+            data = base64.b64decode(frame.ids_b64, validate=True)
+        except binascii.Error as error:
+            raise InvalidValueError(field="ids_b64", value=frame.ids_b64[:16], rule=f"base64 ({error})") from error
+        partial = self._prompts.get(frame.handoff_id)
+        if partial is None:
+            partial = self._open(frame, now)
+        shape = (frame.num_frames, frame.num_prompt_tokens, frame.prompt_hash)
+        if shape != (partial.num_frames, partial.num_prompt_tokens, partial.prompt_hash):
+            raise InvalidValueError(field="frame", value=shape, rule="all frames of a prompt say the same of it")
+        if not 0 <= frame.index < frame.num_frames:
+            raise InvalidValueError(
+                field="index", value=frame.index, rule=f"0 to num_frames - 1 = {frame.num_frames - 1}"
+            )
+        partial.frames.setdefault(frame.index, data)
+
+    def take(self, handoff_id: str, prompt_hash: str) -> tuple[int, ...]:
+        """Remove a prompt and return its ids. Raises when it is incomplete, or not what its length and hash say."""
+        partial = self._prompts.get(handoff_id)
+        if partial is None or len(partial.frames) < partial.num_frames:
+            have = 0 if partial is None else len(partial.frames)
+            raise PdmeshError(f"the prompt of {handoff_id} has not arrived: {have} frames", code=ErrorCode.PROTOCOL)
+        self.drop(handoff_id)
+        data = b"".join(partial.frames[index] for index in range(partial.num_frames))
+        digest = hashlib.sha256(data).hexdigest()
+        if len(data) != 4 * partial.num_prompt_tokens or digest != partial.prompt_hash or digest != prompt_hash:
+            raise PdmeshError(
+                f"the prompt of {handoff_id} is not the one announced: {len(data)} bytes, sha256 {digest}",
+                code=ErrorCode.PROTOCOL,
+            )
+        ids = array("I")
+        ids.frombytes(data)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        if max(ids) >= self._vocab_size:
+            raise InvalidValueError(field="prompt", value=max(ids), rule=f"token ids below {self._vocab_size}")
+        return tuple(ids)
+
+    def drop(self, handoff_id: str) -> None:
+        """Forget a prompt. Unknown ones are no error."""
+        partial = self._prompts.pop(handoff_id, None)
+        if partial is not None:
+            self._num_tokens -= partial.num_prompt_tokens
+
+    def expire(self, now: float) -> None:
+        """Drop every prompt whose deadline has passed."""
+        for handoff_id in [key for key, partial in self._prompts.items() if partial.deadline <= now]:
+            self.drop(handoff_id)
+
+    def _open(self, frame: PromptFrame, now: float) -> _Partial:
+        if frame.num_prompt_tokens < 1 or frame.num_frames < 1:
+            raise InvalidValueError(
+                field="num_prompt_tokens", value=frame.num_prompt_tokens, rule="1 or more, in 1 or more frames"
+            )
+        if self._num_tokens + frame.num_prompt_tokens > self._max_tokens:
+            raise PdmeshError(
+                f"prompts that wait hold {self._num_tokens} tokens; at most {self._max_tokens} fit",
+                code=ErrorCode.OVERLOADED,
+            )
+        partial = _Partial(
+            num_frames=frame.num_frames,
+            num_prompt_tokens=frame.num_prompt_tokens,
+            prompt_hash=frame.prompt_hash,
+            deadline=now + frame.timeout_ms / 1000,
+        )
+        self._prompts[frame.handoff_id] = partial
+        self._num_tokens += frame.num_prompt_tokens
+        return partial

@@ -1,0 +1,58 @@
+"""One request inside a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.worker.core.blocks import Reservation
+from contracts.rank import PushTarget
+from contracts.requests import FinishReason, SamplingParams
+
+
+class SequenceState(StrEnum):
+    """Where a sequence is in its worker."""
+
+    WAITING = "waiting"  # wants memory
+    RUNNING = "running"  # takes part in steps
+    HELD = "held"  # computes nothing, keeps its memory: reserved for a handoff, or finished and not yet released
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """A request as the scheduler sees it.
+
+    Positions `[0, num_computed)` have cache. `pending_token` is the token at position `num_computed` when it has been
+    sampled but not computed; while it is None the prompt's own tokens come next.
+    """
+
+    seq: int
+    handoff_id: str
+    request_id: str
+    attempt: int
+    router_id: str
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    prompt_ids: tuple[int, ...] = ()
+    memory: Reservation | None = None
+    push: PushTarget | None = None
+    state: SequenceState = SequenceState.WAITING
+    num_computed: int = 0
+    pending_token: int | None = None
+    pending_is_sampled: bool = False
+    output_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Prompt tokens without cache."""
+        return max(0, self.num_prompt_tokens - self.num_computed)
+
+    def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why the sequence ends with `token`, which is the last of `output_ids`; None when it goes on."""
+        may_end = not self.sampling.ignore_eos and len(self.output_ids) > self.sampling.min_tokens
+        if token in eos_token_ids and may_end:
+            return FinishReason.STOP
+        if len(self.output_ids) >= self.sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None

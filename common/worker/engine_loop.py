@@ -1,0 +1,164 @@
+"""Drives the engine: gives sequences their memory, computes step after step, and takes memory back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import msgspec
+
+from common.engine.port import Engine, EngineError, StepResult
+from common.worker.core.blocks import BlockPool, Reservation
+from common.worker.core.scheduler import Produced, Scheduler
+from common.worker.core.sequence import Sequence, SequenceState
+from contracts.errors import ErrorInfo
+from contracts.rank import BindSequence, StepPlan
+
+
+class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that was computed."""
+
+    plan: StepPlan
+    result: StepResult
+    produced: tuple[Produced, ...]
+
+
+class StepObserver(Protocol):
+    """What a role does when something has been computed. Called in the loop: it never waits for a peer."""
+
+    async def bound(self, sequence: Sequence) -> None:
+        """A waiting sequence has got its memory; its first step comes next."""
+        ...
+
+    async def stepped(self, outcome: StepOutcome) -> None:
+        """A step is done."""
+        ...
+
+    async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
+        """Binding or computing these sequences failed, on all ranks alike. They take part in nothing any more."""
+        ...
+
+
+class EngineLoop:
+    """The only caller of the engine's commands. One lock orders steps, bindings and releases.
+
+    The lock is of the engine, never of a request: it is held for one command, and commands are short.
+    """
+
+    def __init__(
+        self, engine: Engine, pool: BlockPool, scheduler: Scheduler, observer: StepObserver, *, release_timeout_ms: int
+    ) -> None:
+        self.engine = engine
+        self._pool = pool
+        self._scheduler = scheduler
+        self._observer = observer
+        self._release_timeout_ms = release_timeout_ms
+        self._lock = asyncio.Lock()
+        self._work = asyncio.Event()
+        self._quarantined: dict[int, Reservation] = {}
+
+    @property
+    def lock(self) -> asyncio.Lock:
+        """Holds off every other command to the engine."""
+        return self._lock
+
+    def wake(self) -> None:
+        """Say that there may be something to compute."""
+        self._work.set()
+
+    async def run(self) -> None:
+        """Compute for ever. Ends with `EngineDeadError` when the engine is lost."""
+        while True:
+            self._work.clear()
+            await self._admit()
+            if not await self._step():
+                await self._work.wait()
+
+    async def bind(self, sequence: Sequence) -> None:
+        """Give a sequence that has memory its place on the ranks. Raises `EngineError`; the memory is then back."""
+        async with self._lock:
+            await self._bind(sequence)
+
+    async def release(self, sequence: Sequence) -> None:
+        """Stop a sequence, wherever it is, and take its memory back. Twice is fine.
+
+        Memory that some writer may still touch goes to quarantine; `retry_quarantine` looks after it.
+        """
+        self._scheduler.hold(sequence)
+        async with self._lock:
+            self._scheduler.hold(sequence)
+            memory, sequence.memory = sequence.memory, None
+            if memory is None:
+                return
+            if await self._release(sequence.seq):
+                self._pool.release(memory)
+            else:
+                self._pool.quarantine(memory)
+                self._quarantined[sequence.seq] = memory
+        self.wake()
+
+    async def retry_quarantine(self) -> None:
+        """Ask again whether the writers of quarantined memory have stopped, and return what is free."""
+        for seq, memory in tuple(self._quarantined.items()):
+            async with self._lock:
+                if await self._release(seq):
+                    del self._quarantined[seq]
+                    self._pool.end_quarantine([memory.generation])
+        self.wake()
+
+    async def _admit(self) -> None:
+        while True:
+            async with self._lock:
+                sequence = self._scheduler.admit()
+                if sequence is None:
+                    return
+                try:
+                    await self._bind(sequence)
+                except EngineError as error:
+                    self._scheduler.hold(sequence)
+                    await self._observer.failed((sequence,), error.info)
+                    continue
+                if sequence.state is SequenceState.WAITING:
+                    self._scheduler.start(sequence)
+            await self._observer.bound(sequence)
+
+    async def _step(self) -> bool:
+        async with self._lock:
+            plan = self._scheduler.plan()
+            if plan is None:
+                return False
+            try:
+                result = await self.engine.step(plan)
+            except EngineError as error:
+                failed = self._scheduler.fail(plan)
+                await self._observer.failed(failed, error.info)
+                return True
+            produced = self._scheduler.apply(plan, result.tokens)
+        await self._observer.stepped(StepOutcome(plan=plan, result=result, produced=produced))
+        return True
+
+    async def _bind(self, sequence: Sequence) -> None:
+        memory = sequence.memory
+        if memory is None:
+            raise AssertionError("a sequence is bound after it got memory")
+        try:
+            await self.engine.bind(
+                BindSequence(
+                    seq=sequence.seq,
+                    handoff_id=sequence.handoff_id,
+                    generation=memory.generation,
+                    block_ids=memory.block_ids,
+                    slot=memory.slot,
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                    sampling=sequence.sampling,
+                    push=sequence.push,
+                )
+            )
+        except EngineError:
+            sequence.memory = None
+            self._pool.release(memory)
+            raise
+
+    async def _release(self, seq: int) -> bool:
+        indeterminate = await self.engine.release((seq,), self._pool.next_generation(), self._release_timeout_ms)
+        return seq not in indeterminate

@@ -1,0 +1,74 @@
+"""What a worker that generates text adds: tokens to the router as they come, and an end that gives everything back."""
+
+from __future__ import annotations
+
+from common.worker.core.sequence import Sequence
+from common.worker.engine_loop import StepOutcome
+from common.worker.service import WorkerService
+from contracts.errors import ErrorInfo
+from contracts.handoff import RequestEnded
+from contracts.requests import FinishReason
+
+
+class GeneratingService(WorkerService):
+    """Base of the decode and the mixed worker."""
+
+    async def stepped(self, outcome: StepOutcome) -> None:
+        """Stream the step's tokens, and end the sequences that they finish."""
+        self.count(outcome)
+        for produced in outcome.produced:
+            sequence = self.table.by_seq(produced.seq)
+            if sequence is None:
+                continue
+            await self.token_produced(sequence, outcome)
+            reason = sequence.finish_reason(produced.token_id, self.info.eos_token_ids)
+            if reason is None:
+                await self.tokens.add(sequence, produced.token_id)
+            else:
+                await self.finish(sequence, token=produced.token_id, finish_reason=reason)
+
+    async def token_produced(self, sequence: Sequence, outcome: StepOutcome) -> None:
+        """Roles note here what they measure; called before the token is streamed."""
+
+    async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
+        """End every sequence with the error."""
+        for sequence in sequences:
+            self.log.error(
+                "sequence_failed", handoff_id=sequence.handoff_id, error_code=error.code, error_message=error.message
+            )
+            await self.finish(sequence, error=error)
+
+    async def finish(
+        self,
+        sequence: Sequence,
+        *,
+        token: int | None = None,
+        finish_reason: FinishReason | None = None,
+        error: ErrorInfo | None = None,
+    ) -> None:
+        """Take a sequence out of the steps now; in the background send its end, give back its memory, tell the broker."""
+        self.scheduler.hold(sequence)
+        deadline = self.deadline_of(sequence)
+
+        async def wind_up() -> None:
+            await self.tokens.end(sequence, deadline, token=token, finish_reason=finish_reason, error=error)
+            await self.end(sequence.handoff_id)
+            ended = RequestEnded(
+                handoff_id=sequence.handoff_id,
+                incarnation=self.incarnation,
+                num_tokens=len(sequence.output_ids),
+                finish_reason=finish_reason,
+                error=error,
+            )
+            await self.broker.deliver(ended, deadline)
+            self.log.info(
+                "request_ended",
+                request_id=sequence.request_id,
+                handoff_id=sequence.handoff_id,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_tokens=len(sequence.output_ids),
+                finish_reason=finish_reason,
+                error_code=None if error is None else error.code,
+            )
+
+        await self.reports.start(wind_up)

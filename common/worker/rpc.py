@@ -1,0 +1,88 @@
+"""The edge of a worker: requests from the bus become calls, and what they return or raise becomes the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+import msgspec
+
+from common.bus.errors import BusError
+from common.bus.port import Bus, Message
+from common.runtime.lifecycle import Log
+from common.runtime.tasks import BoundedTasks
+from contracts import subjects
+from contracts.codec import encode
+from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
+from contracts.requests import Refused
+
+Handler = Callable[[bytes], Awaitable[msgspec.Struct]]
+
+MAX_HANDLERS: Final = 1024
+NO_HANDOFF: Final = "unknown"
+
+
+class RefusedError(PdmeshError):
+    """Raised by a handler to refuse one handoff."""
+
+    def __init__(self, handoff_id: str, code: ErrorCode, message: str) -> None:
+        super().__init__(message, code=code)
+        self.handoff_id = handoff_id
+
+
+class RpcEdge:
+    """Answers every request on one subject filter, by the verb that its subject ends with.
+
+    Requests are handled side by side, at most `MAX_HANDLERS`; one more is refused with OVERLOADED.
+    """
+
+    def __init__(self, bus: Bus, group: asyncio.TaskGroup, log: Log) -> None:
+        self._bus = bus
+        self._log = log
+        self._tasks = BoundedTasks(group, name="rpc", limit=MAX_HANDLERS, on_error=self._failed)
+
+    async def serve(self, subject_filter: str, handlers: Mapping[str, Handler]) -> Callable[[], Awaitable[None]]:
+        """Subscribe, and return what reads the subscription: run it in a task. Peers can be told once this returns."""
+        subscription = await self._bus.subscribe(subject_filter)
+        await self._bus.flush()
+
+        async def read() -> None:
+            async with subscription:
+                async for message in subscription:
+                    await self._dispatch(message, handlers)
+
+        return read
+
+    async def _dispatch(self, message: Message, handlers: Mapping[str, Handler]) -> None:
+        verb = subjects.verb_of(message.subject)
+        handler = handlers.get(verb)
+        if handler is None:
+            await self._respond(message, _refusal(ErrorCode.PROTOCOL, f"no such verb: {verb}"))
+        elif not self._tasks.try_start(lambda: self._handle(message, handler)):
+            await self._respond(message, _refusal(ErrorCode.OVERLOADED, f"{MAX_HANDLERS} requests are being handled"))
+
+    async def _handle(self, message: Message, handler: Handler) -> None:
+        try:
+            answer: msgspec.Struct = await handler(message.data)
+        except RefusedError as error:
+            answer = Refused(handoff_id=error.handoff_id, error=error.info)
+        except PdmeshError as error:
+            answer = Refused(handoff_id=NO_HANDOFF, error=error.info)
+        except Exception as error:  # noqa: BLE001 - whoever asked is owed an answer, and the log has the rest
+            self._log.error("request_failed", subject=message.subject, error=repr(error), exc_info=error)
+            answer = _refusal(ErrorCode.INTERNAL, f"{type(error).__name__} while handling the request")
+        await self._respond(message, answer)
+
+    async def _respond(self, message: Message, answer: msgspec.Struct) -> None:
+        try:
+            await message.respond(encode(answer))
+        except BusError as error:  # whoever asked will ask again, and get the answer from the record
+            self._log.info("answer_lost", subject=message.subject, error_code=error.code)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self._log.error("task_failed", task=name, error=repr(error), exc_info=error)
+
+
+def _refusal(code: ErrorCode, message: str) -> Refused:
+    return Refused(handoff_id=NO_HANDOFF, error=ErrorInfo(code=code, message=message))

@@ -1,0 +1,80 @@
+"""What a worker can be told: the settings that all three roles share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from common.runtime.settings import SettingsError, SettingsProblem
+from contracts.errors import InvalidValueError
+from contracts.ids import check_token
+from contracts.rank import CollectivesKind
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class EngineKind(StrEnum):
+    """What computes: rank processes, rank threads of this process (small tests), or nothing real."""
+
+    RANKS = "ranks"
+    THREADS = "threads"
+    FAKE = "fake"
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a prefill, decode or mixed worker.
+
+    `num_blocks` and `num_slots` are its cache: blocks of `block_size` tokens, and sequences at once. A step computes at
+    most `max_step_tokens` tokens, of one prompt at most `prefill_chunk_tokens`; `mix_batch` lets prompts and decoding
+    share a step. `failpoints` plants faults on purpose (see `common.dataplane.failpoints`).
+    """
+
+    worker_id: str
+    model: Path
+    served_model_name: str = ""
+    nats_url: str = "nats://127.0.0.1:4222"
+    engine: EngineKind = EngineKind.RANKS
+    device: str = "cpu"
+    dtype: str = "float32"
+    tp: Count = 1
+    block_size: Count = 16
+    num_blocks: Count = 2048
+    num_slots: Count = 32
+    max_step_tokens: Count = 512
+    prefill_chunk_tokens: Count = 256
+    mix_batch: bool = True
+    max_waiting: Count = 256
+    prompt_buffer_tokens: Count = 1 << 20
+    collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY
+    collective_timeout_ms: Count = 30_000
+    transport: str = "shm"
+    transport_dir: Path = Path("/tmp/pdmesh")  # noqa: S108 - the folder is made with mode 0700, and holds sockets only
+    failpoints: str = ""
+    release_timeout_ms: Count = 2_000
+    deadline_grace_s: Seconds = 5.0
+    drain_timeout_s: Seconds = 30.0
+    log_level: str = "info"
+    admin_port: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        try:
+            check_token("worker_id", self.worker_id)
+        except InvalidValueError as error:
+            problems.append(SettingsProblem(key="worker_id", value=self.worker_id, rule=error.rule_text))
+        if self.max_step_tokens < self.num_slots:
+            rule = f"at least num_slots = {self.num_slots}: every decoding sequence has a token in every step"
+            problems.append(SettingsProblem(key="max_step_tokens", value=str(self.max_step_tokens), rule=rule))
+        if self.dtype not in {"float32", "bfloat16"}:
+            problems.append(SettingsProblem(key="dtype", value=self.dtype, rule="float32 or bfloat16"))
+        if problems:
+            raise SettingsError(problems)
+
+    @property
+    def model_name(self) -> str:
+        """The name under which clients know the model."""
+        return self.served_model_name or self.model.resolve().name

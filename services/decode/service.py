@@ -1,0 +1,139 @@
+"""The decode worker: sets memory aside before prefill runs, takes over when the broker commits, generates to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from common.engine.port import EngineError
+from common.runtime.clock import Deadline
+from common.worker.core.sequence import Sequence, SequenceState
+from common.worker.engine_loop import StepOutcome
+from common.worker.generation import GeneratingService
+from common.worker.rpc import Handler, RefusedError
+from common.worker.service import WorkerParts
+from contracts.codec import decode
+from contracts.errors import ErrorCode
+from contracts.handoff import CommitHandoff, Grant, Reserved, ReserveDecode, TakenOver
+from contracts.requests import Accepted
+from contracts.subjects import WorkerVerb
+from contracts.workers import WorkerRole
+
+
+class _Takeover(msgspec.Struct, frozen=True, kw_only=True):
+    """When a commit arrived, and when its sequence could take part in steps (host monotonic ns)."""
+
+    committed_ns: int
+    enqueued_ns: int
+
+
+class DecodeService(GeneratingService):
+    """Continues requests whose prompt was computed elsewhere."""
+
+    role = WorkerRole.DECODE
+
+    def __init__(self, parts: WorkerParts) -> None:
+        super().__init__(parts)
+        self._takeovers: dict[str, _Takeover] = {}
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """`reserve` and `commit`, beside what every worker can be asked."""
+        return {**super().handlers(), WorkerVerb.RESERVE: self._reserve, WorkerVerb.COMMIT: self._commit}
+
+    async def bound(self, sequence: Sequence) -> None:
+        """Nothing waits for memory here: a reservation has it or is refused."""
+
+    async def _reserve(self, data: bytes) -> msgspec.Struct:
+        command = decode(data, ReserveDecode)
+        began_ns = self.clock.monotonic_ns()
+        self.check_command(command)
+        sequence = self.table.get(command.handoff_id)
+        if sequence is None:
+            num_tokens = command.num_prompt_tokens + command.sampling.max_tokens
+            self.check_new(command, num_tokens)
+            memory = self.pool.reserve(num_tokens)
+            if memory is None:
+                raise RefusedError(
+                    command.handoff_id,
+                    ErrorCode.OVERLOADED,
+                    f"{num_tokens} tokens do not fit now: {self.pool.num_free_blocks} blocks of "
+                    f"{self.pool.block_size} and {self.pool.num_free_slots} slots are free",
+                )
+            sequence = self.new_sequence(command)
+            sequence.memory = memory
+            sequence.state = SequenceState.HELD
+            try:
+                await self.loop.bind(sequence)
+            except EngineError as error:
+                await self.end(command.handoff_id, tombstone=Deadline.after(self.clock, 0))
+                raise RefusedError(command.handoff_id, error.code, error.message) from error
+        else:
+            async with self.loop.lock:  # the first call may still be binding
+                pass
+        return self._reserved(sequence, began_ns)
+
+    def _reserved(self, sequence: Sequence, began_ns: int) -> Reserved:
+        memory = sequence.memory
+        if memory is None:
+            raise RefusedError(sequence.handoff_id, ErrorCode.CANCELLED, "released while it was being reserved")
+        return Reserved(
+            handoff_id=sequence.handoff_id,
+            grant=Grant(
+                worker_id=self.settings.worker_id,
+                incarnation=self.incarnation,
+                generation=memory.generation,
+                block_ids=memory.block_ids,
+                slot=memory.slot,
+            ),
+            num_cached_tokens=0,
+            prepare_ms=(self.clock.monotonic_ns() - began_ns) / 1e6,
+        )
+
+    async def _commit(self, data: bytes) -> msgspec.Struct:
+        command = decode(data, CommitHandoff)
+        committed_ns = self.clock.monotonic_ns()
+        self.check_command(command)
+        sequence = self.table.get(command.handoff_id)
+        if sequence is None:
+            raise RefusedError(
+                command.handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{command.handoff_id} was never reserved here"
+            )
+        if not sequence.output_ids:
+            if command.first_token >= self.info.vocab_size or command.first_token < 0:
+                rule = f"first_token: {command.first_token} is not allowed; the rule is: below {self.info.vocab_size}"
+                raise RefusedError(command.handoff_id, ErrorCode.PROTOCOL, rule)
+            sequence.num_computed = sequence.num_prompt_tokens
+            sequence.num_cached_tokens = command.num_cached_tokens
+            sequence.pending_token = command.first_token
+            sequence.output_ids.append(command.first_token)
+            self.scheduler.start(sequence)
+            self._takeovers[sequence.handoff_id] = _Takeover(
+                committed_ns=committed_ns, enqueued_ns=self.clock.monotonic_ns()
+            )
+            self.loop.wake()
+            await self.tokens.add(sequence, command.first_token)
+        return Accepted(handoff_id=command.handoff_id)
+
+    async def token_produced(self, sequence: Sequence, outcome: StepOutcome) -> None:
+        """Tell the broker of the takeover once its first step has run."""
+        takeover = self._takeovers.pop(sequence.handoff_id, None)
+        if takeover is None:
+            return
+        started_ns = outcome.result.started_ns
+        self.report(
+            TakenOver(
+                handoff_id=sequence.handoff_id,
+                incarnation=self.incarnation,
+                prepare_ms=(takeover.enqueued_ns - takeover.committed_ns) / 1e6,
+                enqueue_ms=(started_ns - takeover.enqueued_ns) / 1e6,
+                total_ms=(started_ns - takeover.committed_ns) / 1e6,
+                first_step_ns=started_ns,
+            ),
+            self.deadline_of(sequence),
+        )
+
+    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
+        """See `WorkerService.end`."""
+        self._takeovers.pop(handoff_id, None)
+        await super().end(handoff_id, tombstone=tombstone)

@@ -1,0 +1,58 @@
+"""The mixed worker: prefill and decode in one engine, nothing to hand over. The baseline that a pair is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from common.worker.core.sequence import Sequence
+from common.worker.engine_loop import StepOutcome
+from common.worker.generation import GeneratingService
+from common.worker.rpc import Handler
+from contracts.codec import decode
+from contracts.events import EventName
+from contracts.handoff import RunMixed
+from contracts.requests import Accepted
+from contracts.subjects import WorkerVerb
+from contracts.workers import WorkerRole
+
+
+class MixedService(GeneratingService):
+    """Runs a request from its prompt to its end."""
+
+    role = WorkerRole.MIXED
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """`prompt` and `run`, beside what every worker can be asked."""
+        return {**super().handlers(), WorkerVerb.PROMPT: self.take_prompt, WorkerVerb.RUN: self._run}
+
+    async def _run(self, data: bytes) -> msgspec.Struct:
+        command = decode(data, RunMixed)
+        self.check_command(command)
+        if self.table.get(command.handoff_id) is None:
+            self.check_new(command, command.num_prompt_tokens + command.sampling.max_tokens)
+            prompt_ids = self.take_prompt_of(command)
+            sequence = self.new_sequence(command)
+            sequence.prompt_ids = prompt_ids
+            self.scheduler.enqueue(sequence)
+            self.loop.wake()
+        return Accepted(handoff_id=command.handoff_id)
+
+    async def bound(self, sequence: Sequence) -> None:
+        """Say that the prompt begins."""
+        self.events.publish(
+            EventName.PREFILL_STARTED, handoff_id=sequence.handoff_id, request_id=sequence.request_id, phase="prefill"
+        )
+
+    async def token_produced(self, sequence: Sequence, outcome: StepOutcome) -> None:
+        """Say when the prompt has been computed."""
+        if len(sequence.output_ids) == 1:
+            self.events.publish(
+                EventName.PREFILL_FINISHED,
+                handoff_id=sequence.handoff_id,
+                request_id=sequence.request_id,
+                phase="prefill",
+                at_ns=outcome.result.ended_ns,
+                num_tokens=sequence.num_prompt_tokens,
+            )

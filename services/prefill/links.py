@@ -1,0 +1,157 @@
+"""Links with decode workers: the plan between two layouts, compiled once, when a pair of workers first meets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from common.bus.errors import BusError
+from common.bus.port import Bucket, Entry, Snapshot
+from common.engine.port import EngineDeadError, EngineError
+from common.layout.planner import ReshardPlan, plan
+from common.layout.refusal import PlanRefusedError
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.errors import PdmeshError
+from contracts.requests import WorkerRef
+from contracts.subjects import WorkerVerb
+from contracts.workers import (
+    DescribeRefused,
+    DescribeWorker,
+    Link,
+    LinkState,
+    WorkerDescription,
+    WorkerRecord,
+    WorkerRole,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.prefill.service import PrefillService
+
+_DESCRIBE_TIMEOUT_S: Final = 5.0
+_CHECK_EVERY_S: Final = 2.0
+
+
+class _Linked(msgspec.Struct, frozen=True, kw_only=True):
+    link: Link
+    plan: ReshardPlan | None
+
+
+class Links:
+    """Every decode worker that has been met, by id: linked or refused, at one incarnation.
+
+    A restarted worker is a new one. Who leaves `PD_WORKERS` is unlinked.
+    """
+
+    def __init__(self, service: PrefillService) -> None:
+        self._service = service
+        self._known: dict[str, _Linked] = {}
+        self._announce: Callable[[], None] = lambda: None
+
+    def plan_for(self, worker_id: str, incarnation: str) -> ReshardPlan | None:
+        """The plan to one start of a decode worker, or None without a link."""
+        known = self._known.get(worker_id)
+        return known.plan if known is not None and known.link.incarnation == incarnation else None
+
+    async def run(self, bucket: Bucket, announce: Callable[[], None]) -> None:
+        """Watch who comes and goes, and link. `announce` is called whenever the links have changed."""
+        self._announce = announce
+        async with await bucket.watch() as watch:
+            async for change in watch:
+                match change:
+                    case Snapshot(keys=keys):
+                        for worker_id in tuple(self._known):
+                            if worker_id not in keys:
+                                await self._unlink(worker_id)
+                    case Entry(deleted=True, key=worker_id):
+                        await self._unlink(worker_id)
+                    case Entry(value=value):
+                        await self._meet(value)
+
+    async def run_checks(self, bucket: Bucket) -> None:
+        """Unlink whose record has expired: a watch does not tell."""
+        while True:
+            await self._service.clock.sleep(_CHECK_EVERY_S)
+            for worker_id in tuple(self._known):
+                try:
+                    gone = await bucket.get(worker_id) is None
+                except BusError:
+                    break
+                if gone:
+                    await self._unlink(worker_id)
+
+    async def _meet(self, value: bytes) -> None:
+        try:
+            record = decode(value, WorkerRecord)
+        except PdmeshError as error:
+            self._service.log.info("message_refused", subject=subjects.WORKERS_BUCKET, error=error.message)
+            return
+        known = self._known.get(record.worker_id)
+        if record.role is not WorkerRole.DECODE or (known and known.link.incarnation == record.incarnation):
+            return
+        if known is not None:
+            await self._unlink(record.worker_id)
+        peer = WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation)
+        try:
+            compiled = await self._link(peer, record)
+        except (PlanRefusedError, EngineError) as error:
+            link = Link(
+                worker_id=peer.worker_id, incarnation=peer.incarnation, state=LinkState.REFUSED, reason=error.message
+            )
+            self._known[peer.worker_id] = _Linked(link=link, plan=None)
+            self._service.log.error(  # noqa: TRY400 - a refusal is no bug
+                "link_refused", peer=peer.worker_id, peer_incarnation=peer.incarnation, reason=error.message
+            )
+        except EngineDeadError:
+            raise
+        except PdmeshError as error:  # its next record comes within seconds: then again
+            self._service.log.info(
+                "link_delayed", peer=peer.worker_id, error_code=error.code, error_message=error.message
+            )
+            return
+        else:
+            link = Link(worker_id=peer.worker_id, incarnation=peer.incarnation, state=LinkState.LINKED)
+            self._known[peer.worker_id] = _Linked(link=link, plan=compiled)
+            self._service.log.info(
+                "peer_linked", peer=peer.worker_id, peer_incarnation=peer.incarnation, num_parts=len(compiled.parts)
+            )
+        self._changed()
+
+    async def _link(self, peer: WorkerRef, record: WorkerRecord) -> ReshardPlan:
+        ranks = [await self._describe(peer, rank) for rank in range(record.tp)]
+        own = [rank.manifest for rank in self._service.info.ranks]
+        compiled = plan(own, [each.manifest for each in ranks])
+        async with self._service.loop.lock:
+            await self._service.loop.engine.link(peer, tuple(ranks))
+        return compiled
+
+    async def _describe(self, peer: WorkerRef, rank: int) -> WorkerDescription:
+        subject = subjects.worker_rpc(WorkerRole.DECODE, peer.worker_id, WorkerVerb.DESCRIBE)
+        reply = await self._service.bus.request(subject, encode(DescribeWorker(rank=rank)), timeout=_DESCRIBE_TIMEOUT_S)
+        answer: WorkerDescription | DescribeRefused = decode(reply.data, WorkerDescription | DescribeRefused)  # type: ignore[arg-type]  # a union is not a type
+        match answer:
+            case WorkerDescription():
+                if answer.incarnation != peer.incarnation:
+                    raise PdmeshError(f"{peer.worker_id} has restarted meanwhile")
+                return answer
+            case DescribeRefused():
+                raise PdmeshError.from_info(answer.error)
+
+    async def _unlink(self, worker_id: str) -> None:
+        known = self._known.pop(worker_id, None)
+        if known is None:
+            return
+        if known.plan is not None:
+            async with self._service.loop.lock:
+                await self._service.loop.engine.unlink(
+                    WorkerRef(worker_id=worker_id, incarnation=known.link.incarnation)
+                )
+        self._service.log.info("peer_unlinked", peer=worker_id, peer_incarnation=known.link.incarnation)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._service.links = tuple(known.link for known in self._known.values())
+        self._announce()

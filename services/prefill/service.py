@@ -1,0 +1,259 @@
+"""The prefill worker: computes prompts, and pushes their cache into granted memory while it computes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from common.bus.errors import BusError
+from common.runtime.clock import Deadline
+from common.worker.core.parts import PartProgress, PushedParts
+from common.worker.core.sequence import Sequence
+from common.worker.engine_loop import StepOutcome
+from common.worker.rpc import Handler, RefusedError
+from common.worker.service import WorkerParts, WorkerService
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName
+from contracts.handoff import PartsAnswer, PrefillFinished, QueryParts, RunPrefill
+from contracts.manifest import Role
+from contracts.rank import PartPushed, PushOutcome, PushTarget
+from contracts.requests import Accepted
+from contracts.subjects import WorkerVerb
+from contracts.workers import WorkerRole
+from services.prefill.links import Links
+
+_REPORT_EVERY_S: Final = 0.005
+
+
+class _Prefill(msgspec.Struct, kw_only=True):
+    """What is measured and remembered of one handoff here."""
+
+    parts: PushedParts
+    parts_left: dict[int, int]
+    accepted_ns: int
+    started_ns: int = 0
+    finished: bool = False
+
+
+class PrefillService(WorkerService):
+    """Computes prompts for decode workers that it is linked with."""
+
+    role = WorkerRole.PREFILL
+
+    def __init__(self, parts: WorkerParts) -> None:
+        super().__init__(parts)
+        self._prefills: dict[str, _Prefill] = {}
+        self._unreported: dict[tuple[str, int], None] = {}
+        self._has_unreported = asyncio.Event()
+        self.peers = Links(self)
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """`prompt`, `run` and `parts`, beside what every worker can be asked."""
+        return {
+            **super().handlers(),
+            WorkerVerb.PROMPT: self.take_prompt,
+            WorkerVerb.RUN: self._run,
+            WorkerVerb.PARTS: self._parts,
+        }
+
+    async def _run(self, data: bytes) -> msgspec.Struct:
+        command = decode(data, RunPrefill)
+        self.check_command(command)
+        if self.table.get(command.handoff_id) is not None:
+            return Accepted(handoff_id=command.handoff_id)
+        self.check_new(command, command.num_prompt_tokens)
+        grant = command.grant
+        plan = self.peers.plan_for(grant.worker_id, grant.incarnation)
+        if plan is None:
+            raise RefusedError(
+                command.handoff_id,
+                ErrorCode.INCOMPATIBLE_WORKERS,
+                f"{self.settings.worker_id} is not linked with {grant.worker_id} {grant.incarnation}",
+            )
+        if len(grant.block_ids) * self.info.block_size < command.num_prompt_tokens:
+            raise RefusedError(
+                command.handoff_id,
+                ErrorCode.PROTOCOL,
+                f"grant.block_ids: {len(grant.block_ids)} blocks of {self.info.block_size} do not hold the prompt's "
+                f"{command.num_prompt_tokens} tokens",
+            )
+        prompt_ids = self.take_prompt_of(command)
+        sequence = self.new_sequence(command)
+        sequence.prompt_ids = prompt_ids
+        sequence.push = PushTarget(grant=grant, num_cached_tokens=command.num_cached_tokens)
+        owed: dict[int, int] = {}
+        for part in plan.parts:
+            owed[part.src_rank] = owed.get(part.src_rank, 0) + 1
+        self._prefills[sequence.handoff_id] = _Prefill(
+            parts=PushedParts(sequence.handoff_id, self.incarnation),
+            parts_left=owed,
+            accepted_ns=self.clock.monotonic_ns(),
+        )
+        self.scheduler.enqueue(sequence)
+        self.loop.wake()
+        return Accepted(handoff_id=command.handoff_id)
+
+    async def _parts(self, data: bytes) -> msgspec.Struct:
+        handoff_id = decode(data, QueryParts).handoff_id
+        prefill = self._prefills.get(handoff_id)
+        if prefill is None:
+            raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} is not known here")
+        return PartsAnswer(handoff_id=handoff_id, reports=prefill.parts.reports())
+
+    async def bound(self, sequence: Sequence) -> None:
+        """Say that the prompt begins."""
+        prefill = self._prefills.get(sequence.handoff_id)
+        if prefill is None:
+            return
+        prefill.started_ns = self.clock.monotonic_ns()
+        self.events.publish(
+            EventName.PREFILL_STARTED,
+            handoff_id=sequence.handoff_id,
+            request_id=sequence.request_id,
+            phase="prefill",
+            at_ns=prefill.started_ns,
+            prepare_ms=(prefill.started_ns - prefill.accepted_ns) / 1e6,
+            num_tokens=sequence.num_prompt_tokens,
+        )
+
+    async def stepped(self, outcome: StepOutcome) -> None:
+        """Report every prompt that ended with this step."""
+        self.count(outcome)
+        for produced in outcome.produced:
+            sequence = self.table.by_seq(produced.seq)
+            prefill = None if sequence is None else self._prefills.get(sequence.handoff_id)
+            if sequence is None or prefill is None:
+                continue
+            self.scheduler.hold(sequence)
+            self._publish_layers(sequence, outcome)
+            prefill.finished = True
+            reason = sequence.finish_reason(produced.token_id, self.info.eos_token_ids)
+            deadline = self.deadline_of(sequence)
+            self.report(
+                PrefillFinished(
+                    handoff_id=sequence.handoff_id,
+                    incarnation=self.incarnation,
+                    first_token=produced.token_id,
+                    finish_reason=reason,
+                    queue_ms=(prefill.started_ns - prefill.accepted_ns) / 1e6,
+                    compute_ms=(outcome.result.ended_ns - prefill.started_ns) / 1e6,
+                ),
+                deadline,
+            )
+            if reason is not None:
+                token = produced.token_id
+
+                async def send_only_token(
+                    sequence: Sequence = sequence, token: int = token, deadline: Deadline = deadline
+                ) -> None:
+                    reason = sequence.finish_reason(token, self.info.eos_token_ids)
+                    await self.tokens.end(sequence, deadline, token=token, finish_reason=reason)
+
+                await self.reports.start(send_only_token)
+
+    async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
+        """Tell the broker that these prompts will not be computed."""
+        for sequence in sequences:
+            self._fail(sequence, error)
+
+    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
+        """See `WorkerService.end`."""
+        await super().end(handoff_id, tombstone=tombstone)
+        self._prefills.pop(handoff_id, None)
+
+    async def run_pushes(self) -> None:
+        """Note what the ranks have pushed, as they say it."""
+        while True:
+            push = await self.loop.engine.next_push()
+            sequence = self.table.get(push.handoff_id)
+            prefill = self._prefills.get(push.handoff_id)
+            if sequence is None or prefill is None:
+                continue
+            if push.outcome is not PushOutcome.DONE:
+                text = f"rank {push.rank} could not push {push.role} of layer {push.layer}: {push.reason}"
+                self._fail(sequence, ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=text))
+                continue
+            part = prefill.parts.add(push)
+            self._unreported[push.handoff_id, push.rank] = None
+            if _is_complete(part, push.role, sequence):
+                prefill.parts_left[push.rank] -= 1
+                self._publish_part(sequence, push, part)
+                if prefill.parts_left[push.rank] == 0:
+                    await self._report_parts(push.handoff_id, push.rank)
+            self._has_unreported.set()
+
+    async def run_reports(self) -> None:
+        """Send what the ranks have pushed, a little at a time. What completes a rank has been sent at once."""
+        while True:
+            await self._has_unreported.wait()
+            self._has_unreported.clear()
+            for handoff_id, rank in tuple(self._unreported):
+                await self._report_parts(handoff_id, rank)
+            await self.clock.sleep(_REPORT_EVERY_S)
+
+    async def _report_parts(self, handoff_id: str, rank: int) -> None:
+        self._unreported.pop((handoff_id, rank), None)
+        prefill = self._prefills.get(handoff_id)
+        if prefill is None:
+            return
+        try:
+            await self.bus.publish(subjects.parts(handoff_id), encode(prefill.parts.report(rank)))
+        except BusError as error:  # the broker asks for the parts when it misses some
+            self.log.info("parts_report_lost", handoff_id=handoff_id, error_code=error.code)
+
+    def _fail(self, sequence: Sequence, error: ErrorInfo) -> None:
+        self.scheduler.hold(sequence)
+        prefill = self._prefills.get(sequence.handoff_id)
+        if prefill is None:
+            return
+        self.log.error(
+            "prefill_failed", handoff_id=sequence.handoff_id, error_code=error.code, error_message=error.message
+        )
+        self.report(
+            PrefillFinished(handoff_id=sequence.handoff_id, incarnation=self.incarnation, error=error),
+            self.deadline_of(sequence),
+        )
+
+    def _publish_part(self, sequence: Sequence, push: PartPushed, part: PartProgress) -> None:
+        self.events.publish(
+            EventName.PART_PUSHED,
+            handoff_id=sequence.handoff_id,
+            request_id=sequence.request_id,
+            phase="push",
+            at_ns=push.done_ns,
+            started_ns=part.first_started_ns,
+            duration_ms=part.push_ms,
+            num_bytes=part.num_bytes,
+            role=push.role,
+            layer=push.layer,
+            source_rank=push.rank,
+            destination_rank=push.destination_rank,
+        )
+
+    def _publish_layers(self, sequence: Sequence, outcome: StepOutcome) -> None:
+        for rank, started in enumerate(outcome.result.layer_started_ns):
+            ends = (*started[1:], outcome.result.ended_ns)
+            for layer, (start_ns, end_ns) in enumerate(zip(started, ends, strict=False)):
+                self.events.publish(
+                    EventName.LAYER_COMPUTED,
+                    handoff_id=sequence.handoff_id,
+                    request_id=sequence.request_id,
+                    phase="prefill",
+                    at_ns=end_ns,
+                    started_ns=start_ns,
+                    duration_ms=(end_ns - start_ns) / 1e6,
+                    layer=layer,
+                    source_rank=rank,
+                )
+
+
+def _is_complete(part: PartProgress, role: Role, sequence: Sequence) -> bool:
+    if role in {Role.CONV, Role.SSM}:
+        return part.ranges.tiles(0, 1)
+    cached = 0 if sequence.push is None else sequence.push.num_cached_tokens
+    return part.ranges.tiles(cached, sequence.num_prompt_tokens)
