@@ -18,10 +18,10 @@ import torch
 from common.engine.collectives.futex import fence, futex_wait, futex_wake
 from common.engine.collectives.group_memory import ARRIVED, TAG, GroupMemory
 from common.engine.collectives.port import CollectiveAbortedError, CollectiveTimeoutError, partition_of
-from common.engine.collectives.tensors import Operation, check_tensor, check_timeout, sum_into, tag_of
+from common.engine.collectives.tensors import Operation, check_root, check_tensor, check_timeout, sum_into, tag_of
 from contracts.errors import InvalidValueError
 
-_YIELDS: Final = 16
+_YIELDS: Final = 50
 _NAP_S: Final = 0.05
 _WORD_MASK: Final = 2**32 - 1
 _MAX_CACHED_VIEWS: Final = 128
@@ -104,14 +104,14 @@ class SharedMemoryCollectives:
     def gather_to(self, root: int, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
         """As `all_gather`, on rank `root` alone; None on the others."""
         check_tensor(tensor, dim)
-        self._check_root(root)
+        check_root(root, self.size)
         parts = self._gather(tensor, tag_of(Operation.GATHER_TO, tensor, dim, root), keep=self._rank == root)
         return torch.cat(parts, dim) if parts else None
 
     def broadcast(self, root: int, tensor: torch.Tensor) -> None:
         """Replace `tensor` on every rank by rank `root`'s."""
         check_tensor(tensor)
-        self._check_root(root)
+        check_root(root, self.size)
         flat = tensor.reshape(-1)
         tag = tag_of(Operation.BROADCAST, tensor, 0, root)
         for chunk in self._chunks(flat):
@@ -178,10 +178,6 @@ class SharedMemoryCollectives:
                 part[position : position + chunk.numel()].copy_(slot)
             position += chunk.numel()
         return [part.view(tensor.shape) for part in parts]
-
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise InvalidValueError(field="root", value=root, rule=f"0 to {self.size - 1}")
 
     def _chunks(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if flat.nbytes <= self._memory.slot_bytes:

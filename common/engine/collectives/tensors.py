@@ -29,6 +29,12 @@ def check_tensor(tensor: torch.Tensor, dim: int | None = None) -> None:
         raise InvalidValueError(field="dim", value=dim, rule=rule)
 
 
+def check_root(root: int, size: int) -> None:
+    """Raise `InvalidValueError` unless `root` is a rank of a group of `size`."""
+    if not 0 <= root < size:
+        raise InvalidValueError(field="root", value=root, rule=f"0 to {size - 1}")
+
+
 def sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Store the sum of `parts` into `out`, added in order, so that every rank gets the same bits.
 
