@@ -1,0 +1,81 @@
+"""The children of one mesh: started in order, watched, stopped in stages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from contracts.errors import ErrorCode, PdmeshError
+from services.launcher.child import Child, ChildSpec, tail
+
+
+class ChildDied(PdmeshError):  # noqa: N818 - an event that ends the mesh
+    """A child ended although nobody asked it to. The text names it, its status and the end of its log."""
+
+    code = ErrorCode.WORKER_LOST
+
+    def __init__(self, name: str, status: int, log_tail: list[str]) -> None:
+        shown = "\n".join(f"  | {line}" for line in log_tail) or "  | (its log is empty)"
+        super().__init__(f"{name} {_how(status)}; the end of its log:\n{shown}")
+        self.name = name
+        self.status = status
+
+
+class Supervisor:
+    """Owns the children. Its watch tasks live in the caller's task group and end when the children have been stopped."""
+
+    def __init__(self, group: asyncio.TaskGroup, on_death: Callable[[ChildDied], None]) -> None:
+        self._group = group
+        self._on_death = on_death
+        self._children: list[Child] = []
+        self._stopping = False
+        self._hurried = False
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        """The children that were started, in order."""
+        return tuple(self._children)
+
+    async def start(self, spec: ChildSpec) -> Child:
+        """Start a child and watch it: `on_death` is told if it ends before `stop`, whatever its status."""
+        child = await Child.start(spec)
+        self._children.append(child)
+        self._group.create_task(self._watch(child), name=f"watch {spec.name}")
+        return child
+
+    async def stop(self, say: Callable[[str], None]) -> bool:
+        """Stop all children, stage by stage; return whether each ended by itself with status 0. Twice is fine."""
+        self._stopping = True
+        clean = True
+        for stage in sorted({child.spec.stage for child in self._children}):
+            members = [child for child in self._children if child.spec.stage == stage]
+            async with asyncio.TaskGroup() as group:
+                stops = [group.create_task(self._stop(child, say), name=f"stop {child.spec.name}") for child in members]
+            clean = clean and all(task.result() for task in stops)
+        self._children.clear()
+        return clean
+
+    def hurry(self) -> None:
+        """Do not wait for children to drain any more: kill all of them, now."""
+        self._hurried = True
+        self._stopping = True
+        for child in self._children:
+            child.kill()
+
+    async def _watch(self, child: Child) -> None:
+        status = await child.wait()
+        if not self._stopping:
+            self._on_death(ChildDied(child.spec.name, status, list(tail(child.spec.log))))
+
+    async def _stop(self, child: Child, say: Callable[[str], None]) -> bool:
+        ran = child.status is None
+        clean = await child.stop(drain=not self._hurried)
+        if ran and not clean and not self._hurried:
+            say(f"{child.spec.name} did not drain: {_how(child.status)}")
+        return clean
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return "still runs"
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
