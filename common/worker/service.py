@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final
 
 import msgspec
 
 from common.bus.handoff_events import HandoffEvents
-from common.bus.port import Bus
+from common.bus.port import Bucket, Bus
 from common.engine.port import Engine, EngineInfo
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
@@ -161,6 +161,11 @@ class WorkerService(ABC):
             WorkerVerb.DESCRIBE: self._describe,
             WorkerVerb.SCAN: self._scan,
         }
+
+    def role_tasks(self, bucket: Bucket, announce: Callable[[], None]) -> dict[str, Coroutine[Any, Any, None]]:
+        """What a role does beside answering and computing, by task name. `announce` spreads a change of the record."""
+        del bucket, announce
+        return {}
 
     @abstractmethod
     async def bound(self, sequence: Sequence) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final
 
 import msgspec
 
 from common.bus.errors import BusError
+from common.bus.port import Bucket
 from common.runtime.clock import Deadline
 from common.worker.core.parts import PartProgress, PushedParts
 from common.worker.core.sequence import Sequence
@@ -59,6 +60,15 @@ class PrefillService(WorkerService):
             WorkerVerb.PROMPT: self.take_prompt,
             WorkerVerb.RUN: self._run,
             WorkerVerb.PARTS: self._parts,
+        }
+
+    def role_tasks(self, bucket: Bucket, announce: Callable[[], None]) -> dict[str, Coroutine[Any, Any, None]]:
+        """Meet decode workers; note what was pushed, and report it."""
+        return {
+            "links": self.peers.run(bucket, announce),
+            "link_checks": self.peers.run_checks(bucket),
+            "pushes": self.run_pushes(),
+            "reports": self.run_reports(),
         }
 
     async def _run(self, data: bytes) -> msgspec.Struct:

@@ -1,0 +1,53 @@
+"""Sets a worker service to work on a bus: answers, heartbeats, steps and sweeps, each in a task of the process's group."""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.bus.port import Bus
+from common.runtime.lifecycle import Log
+from common.worker.registration import Registration
+from common.worker.rpc import RpcEdge
+from common.worker.service import WorkerService
+from contracts import subjects
+
+
+class WorkerHost:
+    """One service on one bus. Order matters: whoever reads the worker's record may ask it at once."""
+
+    def __init__(self, service: WorkerService, bus: Bus, group: asyncio.TaskGroup, log: Log) -> None:
+        self._service = service
+        self._bus = bus
+        self._group = group
+        self._log = log
+        self._tasks: list[asyncio.Task[None]] = []
+        self.registration = Registration(bus, log, service.record)
+
+    async def open(self) -> None:
+        """Answer, compute, then announce. Raises `BusError`."""
+        service = self._service
+        edge = RpcEdge(self._bus, self._group, self._log)
+        subject_filter = subjects.worker_rpc_filter(service.role, service.settings.worker_id)
+        read = await edge.serve(subject_filter, service.handlers())
+        bucket = await self.registration.open()
+        works = {
+            "rpc": read(),
+            "steps": service.loop.run(),
+            "cancels": service.run_cancels(),
+            "sweeps": service.run_sweeps(),
+            "registration": self.registration.run(),
+            **service.role_tasks(bucket, self.registration.announce),
+        }
+        self._tasks = [self._group.create_task(work, name=name) for name, work in works.items()]
+
+    async def drain(self) -> None:
+        """Say that nothing new is taken, and wait until all that was taken has ended."""
+        self._service.draining = True
+        self.registration.announce()
+        await self._service.drain()
+
+    async def close(self) -> None:
+        """Leave the mesh and stop the tasks."""
+        await self.registration.close()
+        for task in self._tasks:
+            task.cancel()

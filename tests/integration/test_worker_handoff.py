@@ -1,0 +1,473 @@
+"""A prefill and a decode worker with fake engines on the in-memory bus, in virtual time; the test plays broker and router."""
+
+import asyncio
+import base64
+import hashlib
+from array import array
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from common.bus.memory import MemoryBus, MemoryServer
+from common.bus.port import Subscription
+from common.engine.fake import FakeEngine, fake_token
+from common.runtime.metrics import Metrics
+from common.runtime.virtual_time import VirtualClock, run_virtual
+from common.worker.host import WorkerHost
+from common.worker.registration import WORKERS_CONFIG
+from common.worker.service import WorkerParts, WorkerService
+from common.worker.settings import EngineKind, WorkerSettings
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.errors import ErrorCode
+from contracts.handoff import (
+    CommitHandoff,
+    PartsReport,
+    PrefillFinished,
+    ReleaseHandoff,
+    RequestEnded,
+    Reserved,
+    ReserveDecode,
+    RunMixed,
+    RunPrefill,
+    TakenOver,
+)
+from contracts.requests import (
+    Accepted,
+    CancelWork,
+    FinishReason,
+    PromptFrame,
+    Refused,
+    SamplingParams,
+    TokenFrame,
+    WorkerRef,
+)
+from contracts.subjects import BrokerVerb, WorkerVerb
+from contracts.workers import LinkState, WorkerRecord
+from services.decode.service import DecodeService
+from services.mixed.service import MixedService
+from services.prefill.service import PrefillService
+
+HANDOFF, REQUEST = "r1-0", "r1"
+PROMPT = list(range(1, 41))
+DATA = array("I", PROMPT).tobytes()
+HASH = hashlib.sha256(DATA).hexdigest()
+SAMPLING = SamplingParams(max_tokens=12, seed=9, temperature=0.0)
+EXPECTED = [fake_token(9, position) for position in range(len(PROMPT), len(PROMPT) + 12)]
+
+
+class Mesh:
+    """Workers, and what a broker and a router would hear of them."""
+
+    def __init__(self, group: asyncio.TaskGroup, clock: VirtualClock) -> None:
+        self.group = group
+        self.clock = clock
+        self.server = MemoryServer(clock)
+        self.bus: MemoryBus = self.server.connect()
+        self.services: dict[str, WorkerService] = {}
+        self.hosts: list[WorkerHost] = []
+        self.heard: asyncio.Queue[PrefillFinished | TakenOver | RequestEnded] = asyncio.Queue()
+        self.reports: list[PartsReport] = []
+        self.frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
+
+    async def open(self) -> None:
+        """Listen as the broker and as the router."""
+        broker = await self.bus.subscribe(subjects.broker_rpc_filter())
+        parts = await self.bus.subscribe(subjects.PARTS_FILTER)
+        tokens = await self.bus.subscribe(subjects.tokens_filter("router-0"))
+        self.group.create_task(self._answer(broker))
+        self.group.create_task(self._read(parts, lambda data: self.reports.append(decode(data, PartsReport))))
+        self.group.create_task(self._read(tokens, lambda data: self.frames.put_nowait(decode(data, TokenFrame))))
+
+    async def _answer(self, subscription: Subscription) -> None:
+        kinds: dict[str, Any] = {
+            BrokerVerb.PREFILL_FINISHED: PrefillFinished,
+            BrokerVerb.TAKEN_OVER: TakenOver,
+            BrokerVerb.ENDED: RequestEnded,
+        }
+        async for message in subscription:
+            report = decode(message.data, kinds[subjects.verb_of(message.subject)])
+            self.heard.put_nowait(report)
+            await message.respond(encode(Accepted(handoff_id=report.handoff_id)))
+
+    async def _read(self, subscription: Subscription, take: Callable[[bytes], None]) -> None:
+        async for message in subscription:
+            take(message.data)
+
+    async def add(self, kind: type[WorkerService], worker_id: str, tp: int = 1, **changes: Any) -> WorkerService:
+        """Start a worker."""
+        settings = WorkerSettings(worker_id=worker_id, model=Path("fake"), engine=EngineKind.FAKE, tp=tp, **changes)
+        incarnation = f"i-{worker_id}"
+        engine = FakeEngine(
+            self.clock,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            tp=tp,
+            num_blocks=settings.num_blocks,
+            num_slots=settings.num_slots,
+            step_s=0.002,
+        )
+        service = kind(
+            WorkerParts(
+                settings=settings,
+                incarnation=incarnation,
+                engine=engine,
+                info=await engine.start(),
+                bus=self.server.connect(),
+                clock=self.clock,
+                log=structlog.get_logger(),
+                metrics=Metrics(),
+                group=self.group,
+            )
+        )
+        host = WorkerHost(service, service.bus, self.group, service.log)
+        await host.open()
+        self.services[worker_id] = service
+        self.hosts.append(host)
+        return service
+
+    async def ask(
+        self, role: str, worker_id: str, verb: WorkerVerb, message: msgspec.Struct, kind: Any = Accepted | Refused
+    ) -> Any:
+        """Ask a worker and decode its answer."""
+        reply = await self.bus.request(subjects.worker_rpc(role, worker_id, verb), encode(message))
+        return decode(reply.data, kind)
+
+    async def linked(self) -> None:
+        """Wait until the prefill worker's record says that it is linked."""
+        while True:
+            bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
+            entry = await bucket.get("prefill-0")
+            if entry is not None and decode(entry.value, WorkerRecord).links:
+                return
+            await self.clock.sleep(0.1)
+
+    async def send_prompt(self, role: str, worker_id: str) -> None:
+        """Send the prompt as the router does."""
+        frame = PromptFrame(
+            handoff_id=HANDOFF,
+            index=0,
+            num_frames=1,
+            num_prompt_tokens=len(PROMPT),
+            prompt_hash=HASH,
+            timeout_ms=60_000,
+            ids_b64=base64.b64encode(DATA).decode(),
+        )
+        assert await self.ask(role, worker_id, WorkerVerb.PROMPT, frame) == Accepted(handoff_id=HANDOFF)
+
+    async def reserve(self, sampling: SamplingParams = SAMPLING) -> Any:
+        """Reserve as the broker does."""
+        message = ReserveDecode(
+            handoff_id=HANDOFF,
+            request_id=REQUEST,
+            attempt=0,
+            router_id="router-0",
+            incarnation="i-decode-0",
+            source=WorkerRef(worker_id="prefill-0", incarnation="i-prefill-0"),
+            fence=1,
+            num_prompt_tokens=len(PROMPT),
+            sampling=sampling,
+            timeout_ms=60_000,
+        )
+        return await self.ask("decode", "decode-0", WorkerVerb.RESERVE, message, Reserved | Refused)
+
+    async def run(self, reserved: Reserved, **changes: Any) -> Any:
+        """Ask for the prefill as the broker does."""
+        values: dict[str, Any] = {
+            "handoff_id": HANDOFF,
+            "request_id": REQUEST,
+            "attempt": 0,
+            "router_id": "router-0",
+            "incarnation": "i-prefill-0",
+            "fence": 1,
+            "num_prompt_tokens": len(PROMPT),
+            "prompt_hash": HASH,
+            "sampling": SAMPLING,
+            "timeout_ms": 60_000,
+            "grant": reserved.grant,
+            "num_cached_tokens": 0,
+        }
+        return await self.ask("prefill", "prefill-0", WorkerVerb.RUN, RunPrefill(**(values | changes)))
+
+    async def commit(self, first_token: int) -> Any:
+        """Commit as the broker does."""
+        message = CommitHandoff(
+            handoff_id=HANDOFF,
+            incarnation="i-decode-0",
+            fence=1,
+            first_token=first_token,
+            num_cached_tokens=0,
+            timeout_ms=60_000,
+        )
+        return await self.ask("decode", "decode-0", WorkerVerb.COMMIT, message)
+
+    async def release(self, role: str, worker_id: str) -> Any:
+        """Release as the broker does."""
+        message = ReleaseHandoff(handoff_id=HANDOFF, reason="test", tombstone_ms=60_000)
+        return await self.ask(role, worker_id, WorkerVerb.RELEASE, message)
+
+    async def text(self) -> tuple[list[int], TokenFrame]:
+        """All token ids up to the final frame, and that frame."""
+        ids: list[int] = []
+        while True:
+            frame = await self.frames.get()
+            assert frame.index == len(ids)
+            ids += frame.token_ids
+            if frame.final:
+                return ids, frame
+
+    def assert_empty(self) -> None:
+        """Every pool is at its baseline, and nothing is remembered but tombstones."""
+        for service in self.services.values():
+            service.pool.check_integrity()
+            assert (service.pool.num_free_blocks, service.pool.num_free_slots) == (
+                service.settings.num_blocks,
+                service.settings.num_slots,
+            )
+            assert (len(service.table), len(service.prompts), len(service.tokens)) == (0, 0, 0)
+
+
+def in_mesh(scenario: Callable[[Mesh], Awaitable[None]]) -> None:
+    """Run a scenario in virtual time, then stop the mesh."""
+
+    async def main(clock: VirtualClock) -> None:
+        async with asyncio.timeout(300), asyncio.TaskGroup() as group:
+            mesh = Mesh(group, clock)
+            await mesh.open()
+            await scenario(mesh)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    run_virtual(main)
+
+
+async def _pair(mesh: Mesh, **decode_changes: Any) -> None:
+    await mesh.add(PrefillService, "prefill-0", tp=2)
+    await mesh.add(DecodeService, "decode-0", **decode_changes)
+    await mesh.linked()
+
+
+def test_a_handoff_from_reserve_to_release() -> None:
+    """The whole life of one request over the bus: the tokens are those of one uninterrupted sequence, all memory is back."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh)
+        await mesh.send_prompt("prefill", "prefill-0")
+        reserved = await mesh.reserve()
+        assert isinstance(reserved, Reserved)
+        assert await mesh.reserve() == reserved
+        assert await mesh.run(reserved) == Accepted(handoff_id=HANDOFF)
+        assert await mesh.run(reserved) == Accepted(handoff_id=HANDOFF)
+        finished = await mesh.heard.get()
+        assert isinstance(finished, PrefillFinished)
+        assert finished.first_token == EXPECTED[0]
+        assert await mesh.commit(EXPECTED[0]) == Accepted(handoff_id=HANDOFF)
+        assert await mesh.commit(EXPECTED[0]) == Accepted(handoff_id=HANDOFF)
+        ids, final = await mesh.text()
+        assert ids == EXPECTED
+        assert (final.finish_reason, final.num_tokens) == (FinishReason.LENGTH, 12)
+        taken_over, ended = await mesh.heard.get(), await mesh.heard.get()
+        assert isinstance(taken_over, TakenOver)
+        assert isinstance(ended, RequestEnded)
+        assert ended.num_tokens == 12
+        for _ in range(2):
+            assert await mesh.release("prefill", "prefill-0") == Accepted(handoff_id=HANDOFF)
+            assert await mesh.release("decode", "decode-0") == Accepted(handoff_id=HANDOFF)
+        mesh.assert_empty()
+        assert mesh.services["decode-0"].num_prefilled_tokens == 0
+        assert mesh.services["prefill-0"].num_prefilled_tokens == len(PROMPT)
+        last = {report.source_rank: report for report in mesh.reports}
+        assert sorted(last) == [0, 1]
+        for report in last.values():
+            assert all(
+                part.ranges == (((0, len(PROMPT)),) if part.role in {"key", "value"} else ((0, 1),))
+                for part in report.parts
+            )
+
+    in_mesh(scenario)
+
+
+def test_a_mixed_worker_gives_the_same_tokens() -> None:
+    """Without a transfer the same request gives the same tokens, and ends by itself."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await mesh.add(MixedService, "mixed-0", tp=2)
+        await mesh.send_prompt("mixed", "mixed-0")
+        message = RunMixed(
+            handoff_id=HANDOFF,
+            request_id=REQUEST,
+            attempt=0,
+            router_id="router-0",
+            incarnation="i-mixed-0",
+            fence=1,
+            num_prompt_tokens=len(PROMPT),
+            prompt_hash=HASH,
+            sampling=SAMPLING,
+            timeout_ms=60_000,
+        )
+        assert await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, message) == Accepted(handoff_id=HANDOFF)
+        assert (await mesh.text())[0] == EXPECTED
+        assert isinstance(await mesh.heard.get(), RequestEnded)
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_max_tokens_one_ends_on_prefill() -> None:
+    """The first token ends the request: prefill streams it, once, with the end; nothing is left after the releases."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh)
+        await mesh.send_prompt("prefill", "prefill-0")
+        reserved = await mesh.reserve()
+        one = SamplingParams(max_tokens=1, seed=9)
+        assert await mesh.run(reserved, sampling=one) == Accepted(handoff_id=HANDOFF)
+        finished = await mesh.heard.get()
+        assert isinstance(finished, PrefillFinished)
+        assert finished.finish_reason is FinishReason.LENGTH
+        ids, final = await mesh.text()
+        assert (ids, final.num_tokens) == (EXPECTED[:1], 1)
+        await mesh.release("prefill", "prefill-0")
+        await mesh.release("decode", "decode-0")
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_a_release_before_its_request_is_a_tombstone() -> None:
+    """A cancelled handoff whose commands arrive late is refused by every worker, and takes nothing."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh)
+        reserved = await mesh.reserve()
+        await mesh.send_prompt("prefill", "prefill-0")
+        await mesh.release("decode", "decode-0")
+        await mesh.release("prefill", "prefill-0")
+        for answer in (await mesh.reserve(), await mesh.run(reserved), await mesh.commit(5)):
+            assert isinstance(answer, Refused)
+            assert answer.error.code is ErrorCode.CANCELLED
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_a_cancel_stops_computing_and_keeps_memory_until_the_release() -> None:
+    """The hint never frees granted memory; the release does."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh)
+        await mesh.reserve()
+        await mesh.bus.publish(subjects.cancel("decode-0", REQUEST), encode(CancelWork(handoff_id=HANDOFF)))
+        await mesh.bus.publish(subjects.cancel("decode-0", REQUEST), b"not json")
+        await mesh.clock.sleep(1.0)
+        decode_worker = mesh.services["decode-0"]
+        assert decode_worker.pool.num_free_slots == decode_worker.settings.num_slots - 1
+        await mesh.release("decode", "decode-0")
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_memory_that_nobody_releases_comes_back_after_the_deadline() -> None:
+    """With a broker that never speaks again, a reservation ends by its own deadline and grace."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh)
+        await mesh.reserve()
+        await mesh.send_prompt("prefill", "prefill-0")
+        await mesh.clock.sleep(60 + 5 + 3)
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_commands_that_break_a_rule_are_refused_by_name() -> None:
+    """Another incarnation, a lower fence, no room, too long, unknown, no link, no prompt, garbage: each says what is wrong."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh, num_blocks=8, num_slots=2)
+
+        def code(answer: Any) -> ErrorCode:
+            assert isinstance(answer, Refused)
+            return answer.error.code
+
+        assert code(await mesh.commit(5)) is ErrorCode.UNKNOWN_HANDOFF
+        too_long = SamplingParams(max_tokens=1000, seed=1)
+        assert code(await mesh.reserve(too_long)) is ErrorCode.PROMPT_TOO_LONG
+        most = SamplingParams(max_tokens=88, seed=1)
+        reserved = await mesh.reserve(most)
+        assert isinstance(reserved, Reserved)
+        assert code(await mesh.run(reserved, incarnation="i-other")) is ErrorCode.INCARNATION_CHANGED
+        assert code(await mesh.run(reserved)) is ErrorCode.PROTOCOL
+        other = msgspec.structs.replace(reserved.grant, incarnation="i-other")
+        assert code(await mesh.run(reserved, grant=other)) is ErrorCode.INCOMPATIBLE_WORKERS
+        short = msgspec.structs.replace(reserved.grant, block_ids=(0,))
+        assert code(await mesh.run(reserved, grant=short)) is ErrorCode.PROTOCOL
+        assert code(await mesh.run(reserved, fence=7)) is ErrorCode.PROTOCOL
+        assert code(await mesh.run(reserved, fence=6)) is ErrorCode.STALE_FENCE
+        second = ReserveDecode(
+            handoff_id="r2-0",
+            request_id="r2",
+            attempt=0,
+            router_id="router-0",
+            incarnation="i-decode-0",
+            source=WorkerRef(worker_id="prefill-0", incarnation="i-prefill-0"),
+            fence=1,
+            num_prompt_tokens=16,
+            sampling=SAMPLING,
+            timeout_ms=60_000,
+        )
+        assert (
+            code(await mesh.ask("decode", "decode-0", WorkerVerb.RESERVE, second, Reserved | Refused))
+            is ErrorCode.OVERLOADED
+        )
+        for garbage in (b"", b"\xff\xfe", b"[]", b'{"type":"run_prefill"}'):
+            reply = await mesh.bus.request(subjects.worker_rpc("prefill", "prefill-0", WorkerVerb.RUN), garbage)
+            assert code(decode(reply.data, Refused)) is ErrorCode.PROTOCOL
+        await mesh.release("decode", "decode-0")
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_a_restarted_decode_worker_is_linked_again_and_a_foreign_one_is_refused() -> None:
+    """Links follow incarnations; a layout that cannot be planned is refused with its rule."""
+
+    async def scenario(mesh: Mesh) -> None:
+        prefill = await mesh.add(PrefillService, "prefill-0", tp=2)
+        await mesh.add(DecodeService, "decode-0")
+        await mesh.linked()
+        assert [link.state for link in prefill.links] == [LinkState.LINKED]
+        bucket = await mesh.bus.ensure_bucket(WORKERS_CONFIG)
+        entry = await bucket.get("decode-0")
+        assert entry is not None
+        await mesh.hosts[1].close()
+        await bucket.delete("decode-0")
+        await mesh.clock.sleep(3.0)
+        assert prefill.links == ()
+
+    in_mesh(scenario)
+
+
+def test_draining_takes_nothing_new_and_waits_for_what_is_there() -> None:
+    """A drain ends when the last handoff has ended; new ones are refused meanwhile."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh)
+        await mesh.reserve()
+        drain = mesh.group.create_task(mesh.hosts[1].drain())
+        await mesh.clock.sleep(1.0)
+        assert not drain.done()
+        message = PromptFrame(
+            handoff_id="r9-0", index=0, num_frames=1, num_prompt_tokens=1, prompt_hash="", timeout_ms=1, ids_b64=""
+        )
+        mesh.services["prefill-0"].draining = True
+        refused = await mesh.ask("prefill", "prefill-0", WorkerVerb.PROMPT, message)
+        assert refused.error.code is ErrorCode.DRAINING
+        await mesh.release("decode", "decode-0")
+        await drain
+
+    in_mesh(scenario)
