@@ -198,7 +198,11 @@ class HandoffState(StrEnum):
 
 
 class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", omit_defaults=True):
-    """The durable truth about one handoff: the value of its key in `PD_HANDOFFS`. Messages are hints, this decides."""
+    """The durable truth about one handoff: the value of its key in `PD_HANDOFFS`. Messages are hints, this decides.
+
+    It holds what another broker needs to send any message of the handoff again. `num_cached_tokens` were at decode before
+    (they came with the grant), `num_prefill_cached_tokens` at prefill (they come with its end).
+    """
 
     handoff_id: str
     request_id: str
@@ -208,10 +212,13 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
     state: HandoffState
     fence: int
     num_prompt_tokens: int
-    max_tokens: int
+    prompt_hash: str
+    sampling: SamplingParams
     deadline_at: str
     grant: Grant | None = None
+    num_cached_tokens: int = 0
     first_token: int | None = None
+    num_prefill_cached_tokens: int = 0
     num_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None

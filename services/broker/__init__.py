@@ -1,0 +1,1 @@
+"""The cache broker: owns the handoff of a request from prefill to decode."""

@@ -1,0 +1,1 @@
+"""The protocol of a handoff, pure: no clock, no bus."""

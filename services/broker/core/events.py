@@ -1,0 +1,182 @@
+"""What can happen to a handoff. Each carries `at_ns`, the monotonic time at which the shell learned of it.
+
+Any of them may come late, twice, or before another that caused it: `step` treats that as ordinary.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from contracts.errors import ErrorInfo
+from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, Reserved, TakenOver
+from contracts.manifest import PlannedPart
+from contracts.requests import SubmitRequest, WorkerRef
+from contracts.workers import WorkerRole
+
+
+class Ask(StrEnum):
+    """What a worker was asked to do and may refuse."""
+
+    RESERVE = "reserve"
+    RUN = "run"
+    COMMIT = "commit"
+
+
+class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+    """The router asks for a handoff that is not known yet. `planned` is empty for a mixed route."""
+
+    at_ns: int
+    submit: SubmitRequest
+    deadline_ns: int
+    deadline_at: str
+    planned: tuple[PlannedPart, ...] = ()
+    block_size: int = 1
+
+
+class Adopted(msgspec.Struct, frozen=True, kw_only=True):
+    """A broker has started and found the record of a handoff that has not ended."""
+
+    at_ns: int
+    record: HandoffRecord
+    revision: int
+    deadline_ns: int
+
+
+class RecordStored(msgspec.Struct, frozen=True, kw_only=True):
+    """The compare-and-set number `write` won."""
+
+    at_ns: int
+    write: int
+    revision: int
+
+
+class RecordConflict(msgspec.Struct, frozen=True, kw_only=True):
+    """The compare-and-set number `write` lost to `found` at `revision`; None and 0 when the key is gone."""
+
+    at_ns: int
+    write: int
+    found: HandoffRecord | None
+    revision: int
+
+
+class RecordUnwritten(msgspec.Struct, frozen=True, kw_only=True):
+    """The compare-and-set number `write` got no answer in all of its time: its outcome is unknown."""
+
+    at_ns: int
+    write: int
+    error: ErrorInfo
+
+
+class DecodeReserved(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode has set memory aside. `rpc_ms` is how long the answer took."""
+
+    at_ns: int
+    answer: Reserved
+    rpc_ms: float
+
+
+class RunAccepted(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefill or mixed worker took the run over."""
+
+    at_ns: int
+    rpc_ms: float
+
+
+class CommitAccepted(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode took the commit over."""
+
+    at_ns: int
+    rpc_ms: float
+
+
+class AskRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker refused what it was asked, or never answered: then it may have done it."""
+
+    at_ns: int
+    ask: Ask
+    error: ErrorInfo
+
+
+class PartsReported(msgspec.Struct, frozen=True, kw_only=True):
+    """A source rank tells what it has finished so far."""
+
+    at_ns: int
+    report: PartsReport
+
+
+class PartsOverdue(msgspec.Struct, frozen=True, kw_only=True):
+    """The time that `CheckParts` named has passed."""
+
+    at_ns: int
+
+
+class PrefillEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefill worker has computed the prompt, or failed to."""
+
+    at_ns: int
+    message: PrefillFinished
+
+
+class DecodeTookOver(msgspec.Struct, frozen=True, kw_only=True):
+    """The decode worker has enqueued its first step."""
+
+    at_ns: int
+    message: TakenOver
+
+
+class WorkerEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """The decode or mixed worker sends no more tokens and has freed its own memory."""
+
+    at_ns: int
+    message: RequestEnded
+
+
+class CancelRequested(msgspec.Struct, frozen=True, kw_only=True):
+    """Nobody waits for the request any more."""
+
+    at_ns: int
+    reason: str
+
+
+class DeadlinePassed(msgspec.Struct, frozen=True, kw_only=True):
+    """The request's time is over."""
+
+    at_ns: int
+
+
+class WorkerGone(msgspec.Struct, frozen=True, kw_only=True):
+    """This start of a worker has lost its lease, or was replaced by another start."""
+
+    at_ns: int
+    worker: WorkerRef
+
+
+class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker acknowledged its release; or it is not there to do so, and the shell gave up."""
+
+    at_ns: int
+    role: WorkerRole
+    acknowledged: bool
+
+
+Event: TypeAlias = (
+    RecordStored
+    | RecordConflict
+    | RecordUnwritten
+    | DecodeReserved
+    | RunAccepted
+    | CommitAccepted
+    | AskRefused
+    | PartsReported
+    | PartsOverdue
+    | PrefillEnded
+    | DecodeTookOver
+    | WorkerEnded
+    | CancelRequested
+    | DeadlinePassed
+    | WorkerGone
+    | ReleaseSettled
+)

@@ -1,0 +1,147 @@
+"""One handoff as the broker holds it in memory, and what can be asked of it without changing it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.handoff import HandoffRecord, HandoffState, PrefillFinished, RequestEnded, TakenOver
+from contracts.manifest import PlannedPart
+from contracts.requests import DisaggregatedRoute, FinishReason, MixedRoute, SubmitRequest, WorkerRef
+from contracts.workers import WorkerRole
+from services.broker.core.ledger import Ledger
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers that a handoff obeys.
+
+    `fence` names this broker's term. A release stands as a tombstone for the rest of the deadline and `tombstone_margin_ms`.
+    Open ledgers are asked about `parts_query_ms` after the prefill's end, then at growing intervals.
+    """
+
+    fence: int = 1
+    tombstone_margin_ms: int = 5_000
+    parts_query_ms: int = 50
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """How a handoff is to end, once its record says so."""
+
+    state: HandoffState
+    error: ErrorInfo | None = None
+    finish_reason: FinishReason | None = None
+    num_tokens: int = 0
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the broker knows of a handoff.
+
+    `record` is what it has decided, `stored` what the bucket held at `revision` when last heard of, `writing` the
+    compare-and-set under way. COMMITTED and the terminal states enter `record` only after the bucket has taken them (at
+    the deadline: whatever the bucket does); the others are written behind. A `verdict` waits for its compare-and-set.
+    `told` are the workers that may hold something, `settled` those that hold nothing any more.
+    """
+
+    policy: Policy
+    record: HandoffRecord
+    deadline_ns: int
+    begun_ns: int
+    planned: tuple[PlannedPart, ...] = ()
+    block_size: int = 1
+    stored: HandoffRecord | None = None
+    revision: int = 0
+    writing: HandoffRecord | None = None
+    num_writes: int = 0
+    verdict: Verdict | None = None
+    ledger: Ledger | None = None
+    finished: PrefillFinished | None = None
+    told: frozenset[WorkerRole] = frozenset()
+    settled: frozenset[WorkerRole] = frozenset()
+    release_asked: frozenset[WorkerRole] = frozenset()
+    submit_answered: bool = False
+    run_accepted: bool = False
+    commit_asked: bool = False
+    commit_accepted: bool = False
+    taken_over: bool = False
+    router_answered: bool = False
+    forgotten: bool = False
+    num_queries: int = 0
+    asked_ns: int = 0
+
+    @property
+    def handoff_id(self) -> str:
+        """Its id."""
+        return self.record.handoff_id
+
+    @property
+    def state(self) -> HandoffState:
+        """Where it is."""
+        return self.record.state
+
+    @property
+    def terminal(self) -> bool:
+        """Whether it has ended."""
+        return self.record.state.terminal
+
+    @property
+    def workers(self) -> dict[WorkerRole, WorkerRef]:
+        """The workers of its route, by role."""
+        match self.record.route:
+            case DisaggregatedRoute(prefill=prefill, decode=decode):
+                return {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
+            case MixedRoute(mixed=mixed):
+                return {WorkerRole.MIXED: mixed}
+
+    @property
+    def ending_role(self) -> WorkerRole:
+        """The role of the worker that streams the last token."""
+        return WorkerRole.MIXED if isinstance(self.record.route, MixedRoute) else WorkerRole.DECODE
+
+    @property
+    def ledger_closed(self) -> bool:
+        """Whether every planned byte is where it belongs."""
+        return self.ledger is not None and self.ledger.closed
+
+    @property
+    def commit_ready(self) -> bool:
+        """Whether decode may be given the request: the prompt is computed, and all of its cache has arrived."""
+        return (
+            self.record.state is HandoffState.PREFILLING
+            and self.finished is not None
+            and self.finished.first_token is not None
+            and self.ledger_closed
+        )
+
+    def remaining_ms(self, at_ns: int) -> int:
+        """Whole milliseconds until the deadline; 0 once it has passed."""
+        return max(0, (self.deadline_ns - at_ns) // 1_000_000)
+
+
+def same_identity(one: HandoffRecord | SubmitRequest, other: HandoffRecord | SubmitRequest) -> bool:
+    """Whether both are the same request, attempt and route: then one is the delivery, once more, of the other."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(one: HandoffRecord | SubmitRequest) -> tuple[object, ...]:
+    ids = (one.handoff_id, one.request_id, one.attempt, one.router_id)
+    return (*ids, one.route, one.num_prompt_tokens, one.prompt_hash, one.sampling)
+
+
+def refusal(handoff: Handoff, message: PrefillFinished | TakenOver | RequestEnded) -> ErrorInfo | None:
+    """Why a worker's message is not for this handoff, or None. `step` ignores such a message; its sender should hear it."""
+    match message:
+        case PrefillFinished():
+            role = WorkerRole.PREFILL
+        case TakenOver():
+            role = WorkerRole.DECODE
+        case RequestEnded():
+            role = handoff.ending_role
+    worker = handoff.workers.get(role)
+    if worker is None:
+        return ErrorInfo(code=ErrorCode.PROTOCOL, message=f"{handoff.handoff_id} has no {role} worker")
+    if worker.incarnation != message.incarnation:
+        text = (
+            f"{handoff.handoff_id} belongs to {worker.incarnation} of {worker.worker_id}, not to {message.incarnation}"
+        )
+        return ErrorInfo(code=ErrorCode.INCARNATION_CHANGED, message=text)
+    return None

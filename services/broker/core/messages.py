@@ -1,0 +1,144 @@
+"""The messages that a handoff sends, built from what is known of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName, HandoffEvent
+from contracts.handoff import (
+    CommitHandoff,
+    HandoffRecord,
+    HandoffState,
+    ReleaseHandoff,
+    ReserveDecode,
+    RunMixed,
+    RunPrefill,
+)
+from contracts.requests import SubmitRequest, TokenFrame
+from contracts.workers import WorkerRole
+from services.broker.core.handoff import Handoff, Verdict
+
+
+def first_record(submit: SubmitRequest, *, fence: int, deadline_at: str) -> HandoffRecord:
+    """The record with which a handoff begins."""
+    return HandoffRecord(
+        handoff_id=submit.handoff_id,
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        router_id=submit.router_id,
+        route=submit.route,
+        state=HandoffState.RESERVING,
+        fence=fence,
+        num_prompt_tokens=submit.num_prompt_tokens,
+        prompt_hash=submit.prompt_hash,
+        sampling=submit.sampling,
+        deadline_at=deadline_at,
+    )
+
+
+def terminal_record(record: HandoffRecord, verdict: Verdict) -> HandoffRecord:
+    """`record` as it ends."""
+    return msgspec.structs.replace(
+        record,
+        state=verdict.state,
+        error=verdict.error,
+        finish_reason=verdict.finish_reason,
+        num_tokens=verdict.num_tokens,
+    )
+
+
+def reserve(handoff: Handoff, at_ns: int) -> ReserveDecode:
+    """Ask decode for the memory of prompt and answer."""
+    record, workers = handoff.record, handoff.workers
+    return ReserveDecode(
+        handoff_id=record.handoff_id,
+        request_id=record.request_id,
+        attempt=record.attempt,
+        router_id=record.router_id,
+        incarnation=workers[WorkerRole.DECODE].incarnation,
+        source=workers[WorkerRole.PREFILL],
+        fence=record.fence,
+        num_prompt_tokens=record.num_prompt_tokens,
+        sampling=record.sampling,
+        timeout_ms=handoff.remaining_ms(at_ns),
+    )
+
+
+def run(handoff: Handoff, at_ns: int) -> RunPrefill | RunMixed:
+    """Ask the worker that computes the prompt: with the grant where another one decodes."""
+    record = handoff.record
+    role = WorkerRole.MIXED if record.grant is None else WorkerRole.PREFILL
+    common: dict[str, Any] = {
+        "handoff_id": record.handoff_id,
+        "request_id": record.request_id,
+        "attempt": record.attempt,
+        "router_id": record.router_id,
+        "incarnation": handoff.workers[role].incarnation,
+        "fence": record.fence,
+        "num_prompt_tokens": record.num_prompt_tokens,
+        "prompt_hash": record.prompt_hash,
+        "sampling": record.sampling,
+        "timeout_ms": handoff.remaining_ms(at_ns),
+    }
+    if record.grant is None:
+        return RunMixed(**common)
+    return RunPrefill(**common, grant=record.grant, num_cached_tokens=record.num_cached_tokens)
+
+
+def commit(handoff: Handoff, first_token: int, at_ns: int) -> CommitHandoff:
+    """Give the request to decode. Its cached tokens are prefill's: decode knows its own."""
+    return CommitHandoff(
+        handoff_id=handoff.handoff_id,
+        incarnation=handoff.workers[WorkerRole.DECODE].incarnation,
+        fence=handoff.record.fence,
+        first_token=first_token,
+        num_cached_tokens=handoff.record.num_prefill_cached_tokens,
+        timeout_ms=handoff.remaining_ms(at_ns),
+    )
+
+
+def release(handoff: Handoff, reason: str, at_ns: int) -> ReleaseHandoff:
+    """Take the memory back, and turn away what comes late."""
+    tombstone_ms = handoff.remaining_ms(at_ns) + handoff.policy.tombstone_margin_ms
+    return ReleaseHandoff(handoff_id=handoff.handoff_id, reason=reason, tombstone_ms=tombstone_ms)
+
+
+def final_frame(handoff: Handoff) -> TokenFrame:
+    """The end of a stream that no worker ends well."""
+    record = handoff.record
+    return TokenFrame(
+        handoff_id=record.handoff_id,
+        request_id=record.request_id,
+        attempt=record.attempt,
+        index=record.num_tokens,
+        final=True,
+        num_tokens=record.num_tokens,
+        error=record.error,
+    )
+
+
+def happened(handoff: Handoff, name: EventName, at_ns: int, **fields: Any) -> HandoffEvent:
+    """An event for people about this handoff. `instance` and `at` are left to the shell."""
+    workers = {role: worker.worker_id for role, worker in handoff.workers.items()}
+    return HandoffEvent(
+        event=name,
+        service="broker",
+        instance="",
+        handoff_id=handoff.handoff_id,
+        request_id=handoff.record.request_id,
+        at="",
+        at_ns=at_ns,
+        phase=str(handoff.state),
+        prefill_worker=workers.get(WorkerRole.PREFILL),
+        decode_worker=workers.get(WorkerRole.DECODE),
+        mixed_worker=workers.get(WorkerRole.MIXED),
+        **fields,
+    )
+
+
+def protocol(text: str) -> ErrorInfo:
+    """Somebody broke the protocol: that fails the handoff, not the broker."""
+    return ErrorInfo(code=ErrorCode.PROTOCOL, message=text)

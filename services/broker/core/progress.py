@@ -1,0 +1,275 @@
+"""How a handoff goes on and how it ends: what each event means, apart from those of the record."""
+
+from __future__ import annotations
+
+from typing import Final, assert_never
+
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName
+from contracts.handoff import (
+    HandoffState,
+    PartsReport,
+    PrefillFinished,
+    QueryParts,
+    RequestEnded,
+    Reserved,
+    TakenOver,
+)
+from contracts.requests import CancelWork, WorkerRef
+from contracts.workers import WorkerRole
+from services.broker.core import messages
+from services.broker.core.effects import (
+    AskParts,
+    CheckParts,
+    HintCancel,
+)
+from services.broker.core.events import (
+    Ask,
+)
+from services.broker.core.handoff import Verdict, refusal
+from services.broker.core.ledger import Ledger, LedgerError
+from services.broker.core.turn import Turn
+
+MAX_QUERY_DOUBLINGS: Final = 5
+
+
+def reserved(turn: Turn, answer: Reserved, rpc_ms: float) -> None:
+    """Decode has set memory aside: let prefill compute into it."""
+    handoff = turn.handoff
+    if handoff.terminal:
+        turn.release_again(WorkerRole.DECODE)
+        return
+    worker = handoff.workers.get(WorkerRole.DECODE)
+    if not turn.open or turn.state is not HandoffState.RESERVING or WorkerRole.DECODE not in handoff.told:
+        return
+    grant = answer.grant
+    if worker is None or (grant.worker_id, grant.incarnation) != (worker.worker_id, worker.incarnation):
+        turn.fail(messages.protocol(f"the grant is for {grant.worker_id} {grant.incarnation}, not for {worker}"))
+        return
+    if not 0 <= answer.num_cached_tokens <= handoff.record.num_prompt_tokens:
+        turn.fail(messages.protocol(f"num_cached_tokens: {answer.num_cached_tokens} is not within the prompt"))
+        return
+    ledger = Ledger.open(
+        handoff.planned,
+        num_cached_tokens=answer.num_cached_tokens,
+        num_prompt_tokens=handoff.record.num_prompt_tokens,
+        block_size=handoff.block_size,
+    )
+    turn.publish(
+        EventName.DECODE_RESERVED, rpc_ms=rpc_ms, prepare_ms=answer.prepare_ms, num_tokens=answer.num_cached_tokens
+    )
+    turn.amend(state=HandoffState.PREFILLING, grant=grant, num_cached_tokens=answer.num_cached_tokens)
+    turn.set(ledger=ledger)
+    turn.ask_run(WorkerRole.PREFILL)
+
+
+def run_accepted(turn: Turn, rpc_ms: float) -> None:
+    """The run was taken over."""
+    mixed = turn.handoff.ending_role is WorkerRole.MIXED
+    role = WorkerRole.MIXED if mixed else WorkerRole.PREFILL
+    if turn.handoff.terminal:
+        turn.release_again(role)
+        return
+    if role not in turn.handoff.told or turn.handoff.run_accepted:
+        return
+    turn.set(run_accepted=True)
+    turn.publish(EventName.PREFILL_ACCEPTED, rpc_ms=rpc_ms, started_ns=turn.handoff.asked_ns)
+    if mixed and turn.open:
+        turn.amend(state=HandoffState.DECODING)
+
+
+def parts_reported(turn: Turn, report: PartsReport) -> None:
+    """A source rank tells what it has done."""
+    handoff = turn.handoff
+    if not turn.open or turn.state is not HandoffState.PREFILLING or handoff.ledger is None:
+        return
+    if report.incarnation != handoff.workers[WorkerRole.PREFILL].incarnation:
+        return
+    try:
+        ledger = handoff.ledger.take(report)
+    except LedgerError as error:
+        turn.fail(error.info)
+        return
+    turn.set(ledger=ledger)
+    rank = report.source_rank
+    if rank in ledger.closed_sources - handoff.ledger.closed_sources:
+        turn.publish(
+            EventName.RANK_PUSHED,
+            source_rank=rank,
+            num_parts=ledger.num_parts(rank),
+            num_bytes=report.num_bytes,
+            duration_ms=report.push_ms,
+        )
+    if ledger.closed and not handoff.ledger.closed:
+        turn.publish(
+            EventName.LEDGER_CLOSED,
+            num_parts=len(ledger.planned),
+            num_bytes=ledger.num_bytes,
+            started_ns=handoff.asked_ns,
+            duration_ms=turn.since(handoff.asked_ns),
+        )
+
+
+def check_parts(turn: Turn) -> None:
+    """The prompt is computed but parts are missing: a report may have been lost."""
+    handoff = turn.handoff
+    waiting = turn.open and turn.state is HandoffState.PREFILLING and handoff.finished is not None
+    if not waiting or handoff.ledger_closed:
+        return
+    query = QueryParts(handoff_id=handoff.handoff_id)
+    turn.effects.append(AskParts(worker=handoff.workers[WorkerRole.PREFILL], message=query))
+    turn.set(num_queries=min(handoff.num_queries + 1, MAX_QUERY_DOUBLINGS))
+    _check_later(turn)
+
+
+def prefill_ended(turn: Turn, message: PrefillFinished) -> None:
+    """The prompt is computed: its first token, or an error."""
+    handoff = turn.handoff
+    if refusal(handoff, message) or not turn.open or handoff.finished is not None:
+        return
+    if turn.state is not HandoffState.PREFILLING:
+        return
+    turn.set(finished=message)
+    if message.error is not None:
+        turn.fail(message.error)
+        return
+    if message.first_token is None:
+        turn.fail(messages.protocol("first_token: a prefill that finished without an error has one"))
+        return
+    turn.publish(
+        EventName.PREFILL_FINISHED,
+        duration_ms=message.compute_ms,
+        total_ms=message.queue_ms + message.compute_ms,
+        num_tokens=handoff.record.num_prompt_tokens - message.num_cached_tokens,
+    )
+    if message.finish_reason is not None:
+        turn.judge(Verdict(state=HandoffState.FINISHED, finish_reason=message.finish_reason, num_tokens=1))
+    elif not handoff.ledger_closed:
+        _check_later(turn)
+
+
+def commit_accepted(turn: Turn, rpc_ms: float) -> None:
+    """Decode took the commit over."""
+    if turn.handoff.commit_asked and not turn.handoff.commit_accepted:
+        turn.set(commit_accepted=True)
+        turn.publish(EventName.HANDOFF_COMMITTED, rpc_ms=rpc_ms)
+
+
+def decode_took_over(turn: Turn, message: TakenOver) -> None:
+    """Decode has begun: prefill may forget the request."""
+    handoff = turn.handoff
+    if refusal(handoff, message) or handoff.taken_over:
+        return
+    if not handoff.commit_asked:
+        if turn.open:
+            turn.fail(messages.protocol("taken over before the commit"))
+        return
+    turn.set(taken_over=True)
+    if turn.state is HandoffState.COMMITTED:
+        turn.amend(state=HandoffState.DECODING)
+    turn.publish(
+        EventName.TAKEN_OVER,
+        prepare_ms=message.prepare_ms,
+        enqueue_ms=message.enqueue_ms,
+        total_ms=message.total_ms,
+        started_ns=message.first_step_ns,
+    )
+    turn.release(WorkerRole.PREFILL, "decode has taken over")
+
+
+def refused(turn: Turn, ask: Ask, error: ErrorInfo) -> None:
+    """A worker refused, or did not answer in all of its time. Later signs of life count more."""
+    handoff = turn.handoff
+    if not turn.open:
+        return
+    match ask:
+        case Ask.RESERVE:
+            outstanding = handoff.ledger is None and WorkerRole.DECODE in handoff.told
+            if outstanding:
+                turn.publish(EventName.RESERVE_REFUSED, error=error)
+        case Ask.RUN:
+            computing = {WorkerRole.PREFILL, WorkerRole.MIXED} & handoff.told
+            heard = handoff.run_accepted or handoff.finished is not None
+            heard = heard or (handoff.ledger is not None and bool(handoff.ledger.reports))
+            outstanding = bool(computing) and not heard
+        case Ask.COMMIT:
+            outstanding = handoff.commit_asked and not handoff.commit_accepted and not handoff.taken_over
+        case _:
+            assert_never(ask)
+    if outstanding:
+        turn.fail(error)
+
+
+def worker_ended(turn: Turn, message: RequestEnded) -> None:
+    """The last token has been sent, or an error."""
+    handoff, role = turn.handoff, turn.handoff.ending_role
+    if refusal(handoff, message) or role not in handoff.told:
+        return
+    if role not in handoff.settled:
+        turn.set(settled=handoff.settled | {role})
+        turn.publish(EventName.DECODE_RELEASED)
+    if role is WorkerRole.DECODE:
+        turn.release(WorkerRole.PREFILL, "the request has ended")
+    if message.error is not None:
+        cancelled = message.error.code is ErrorCode.CANCELLED
+        state = HandoffState.CANCELLED if cancelled else HandoffState.FAILED
+        turn.judge(Verdict(state=state, error=message.error, num_tokens=message.num_tokens))
+    elif role is WorkerRole.DECODE and not handoff.commit_asked:
+        turn.fail(messages.protocol("decode ended a request that it was never given"))
+    else:
+        turn.judge(
+            Verdict(state=HandoffState.FINISHED, finish_reason=message.finish_reason, num_tokens=message.num_tokens)
+        )
+
+
+def cancel(turn: Turn, reason: str) -> None:
+    """Nobody waits any more."""
+    if not turn.open:
+        return
+    handoff = turn.handoff
+    for role in sorted(handoff.told - handoff.settled - handoff.release_asked):
+        message = CancelWork(handoff_id=handoff.handoff_id)
+        hint = HintCancel(worker=handoff.workers[role], request_id=handoff.record.request_id, message=message)
+        turn.effects.append(hint)
+    turn.judge(Verdict(state=HandoffState.CANCELLED, error=ErrorInfo(code=ErrorCode.CANCELLED, message=reason)))
+
+
+def expire(turn: Turn) -> None:
+    """The deadline has passed: end now; the bucket hears of it when it can."""
+    if turn.handoff.terminal:
+        return
+    error = ErrorInfo(code=ErrorCode.DEADLINE_EXCEEDED, message=f"the deadline passed while {turn.state}")
+    turn.fail(error)
+    verdict = turn.handoff.verdict
+    if verdict is not None:
+        turn.conclude(messages.terminal_record(turn.handoff.record, verdict))
+
+
+def worker_gone(turn: Turn, worker: WorkerRef) -> None:
+    """A worker has lost its lease."""
+    handoff = turn.handoff
+    roles = [role for role, one in handoff.workers.items() if one == worker]
+    if not roles or not turn.open:
+        return
+    if roles == [WorkerRole.PREFILL]:
+        # After the commit prefill is not needed; with everything there, not before it either.
+        needed = turn.state in {HandoffState.RESERVING, HandoffState.PREFILLING} and not handoff.commit_ready
+        if not needed:
+            return
+    text = f"{roles[0]} worker {worker.worker_id} ({worker.incarnation}) is gone"
+    turn.fail(ErrorInfo(code=ErrorCode.WORKER_LOST, message=text))
+
+
+def settle(turn: Turn, role: WorkerRole, *, acknowledged: bool) -> None:
+    """A worker holds nothing any more."""
+    handoff = turn.handoff
+    if role not in handoff.release_asked or role in handoff.settled:
+        return
+    turn.set(settled=handoff.settled | {role})
+    if acknowledged:
+        name = EventName.PREFILL_RELEASED if role is WorkerRole.PREFILL else EventName.DECODE_RELEASED
+        turn.publish(name)
+
+
+def _check_later(turn: Turn) -> None:
+    turn.effects.append(CheckParts(after_ms=turn.handoff.policy.parts_query_ms << turn.handoff.num_queries))

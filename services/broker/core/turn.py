@@ -1,0 +1,161 @@
+"""One step under way: the handoff as it becomes, the effects so far, and what every step may do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from contracts.errors import ErrorInfo
+from contracts.events import EventName
+from contracts.handoff import (
+    HandoffRecord,
+    HandoffState,
+)
+from contracts.requests import MixedRoute
+from contracts.workers import WorkerRole
+from services.broker.core import messages
+from services.broker.core.effects import (
+    AnswerRouter,
+    AnswerSubmit,
+    AskCommit,
+    AskRelease,
+    AskReserve,
+    AskRun,
+    Effect,
+    Publish,
+)
+from services.broker.core.handoff import Handoff, Verdict
+
+Outcome = tuple[Handoff, tuple[Effect, ...]]
+
+
+class Turn:
+    """One step under way: the handoff as it becomes, and the effects so far."""
+
+    def __init__(self, handoff: Handoff, at_ns: int) -> None:
+        self.handoff = handoff
+        self.at_ns = at_ns
+        self.effects: list[Effect] = []
+
+    @property
+    def outcome(self) -> Outcome:
+        """What `step` returns."""
+        return self.handoff, tuple(self.effects)
+
+    @property
+    def state(self) -> HandoffState:
+        """Where the handoff is."""
+        return self.handoff.record.state
+
+    @property
+    def open(self) -> bool:
+        """Whether the handoff has neither ended nor been judged."""
+        return not self.handoff.terminal and self.handoff.verdict is None
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the handoff."""
+        self.handoff = msgspec.structs.replace(self.handoff, **changes)
+
+    def amend(self, **changes: Any) -> None:
+        """Change fields of its record: the bucket is written behind."""
+        self.set(record=msgspec.structs.replace(self.handoff.record, **changes))
+
+    def publish(self, name: EventName, **fields: Any) -> None:
+        """Tell people."""
+        self.effects.append(Publish(event=messages.happened(self.handoff, name, self.at_ns, **fields)))
+
+    def since(self, began_ns: int) -> float:
+        """Milliseconds from then to now."""
+        return (self.at_ns - began_ns) / 1e6
+
+    # On the way.
+
+    def admit(self) -> None:
+        """The record exists: the request is accepted, and the first worker is asked."""
+        self.set(submit_answered=True)
+        self.effects.append(AnswerSubmit(error=None))
+        self.publish(EventName.REQUEST_SUBMITTED, num_tokens=self.handoff.record.num_prompt_tokens)
+        if not self.open:
+            return
+        workers = self.handoff.workers
+        self.set(asked_ns=self.at_ns)
+        if isinstance(self.handoff.record.route, MixedRoute):
+            self.ask_run(WorkerRole.MIXED)
+            return
+        self.tell(WorkerRole.DECODE)
+        message = messages.reserve(self.handoff, self.at_ns)
+        self.effects.append(AskReserve(worker=workers[WorkerRole.DECODE], message=message))
+
+    def tell(self, role: WorkerRole) -> None:
+        """Note that a worker may hold something from now on."""
+        self.set(told=self.handoff.told | {role})
+
+    def ask_run(self, role: WorkerRole) -> None:
+        """Ask the worker that computes the prompt."""
+        self.tell(role)
+        self.set(asked_ns=self.at_ns)
+        message = messages.run(self.handoff, self.at_ns)
+        self.effects.append(AskRun(role=role, worker=self.handoff.workers[role], message=message))
+
+    def ask_commit(self) -> None:
+        """Decode may have it: the bucket says so."""
+        handoff = self.handoff
+        if handoff.record.first_token is None:
+            self.fail(messages.protocol("a committed record has a first token"))
+            return
+        self.set(commit_asked=True, asked_ns=self.at_ns)
+        message = messages.commit(handoff, handoff.record.first_token, self.at_ns)
+        self.effects.append(AskCommit(worker=handoff.workers[WorkerRole.DECODE], message=message))
+
+    # The end.
+
+    def judge(self, verdict: Verdict) -> None:
+        """Decide how to end, unless that is decided already."""
+        if self.open:
+            self.set(verdict=verdict)
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End in failure, unless the end is decided already."""
+        self.judge(Verdict(state=HandoffState.FAILED, error=error))
+
+    def conclude(self, record: HandoffRecord) -> None:
+        """Enter a terminal state: memory back everywhere, one last word to whoever waits."""
+        self.set(record=record)
+        handoff = self.handoff
+        failed = record.state is not HandoffState.FINISHED
+        reason = record.error.message if record.error is not None else str(record.state)
+        for role in sorted(handoff.told):
+            self.release(role, reason)
+        if not handoff.submit_answered:
+            self.effects.append(AnswerSubmit(error=record.error))
+        elif failed and not handoff.router_answered:
+            self.effects.append(AnswerRouter(router_id=record.router_id, frame=messages.final_frame(handoff)))
+        self.set(submit_answered=True, router_answered=True)
+        name = {
+            HandoffState.FINISHED: EventName.REQUEST_FINISHED,
+            HandoffState.CANCELLED: EventName.REQUEST_CANCELLED,
+        }.get(record.state, EventName.REQUEST_FAILED)
+        self.publish(
+            name,
+            total_ms=self.since(handoff.begun_ns),
+            num_tokens=record.num_tokens,
+            finish_reason=None if record.finish_reason is None else str(record.finish_reason),
+            error=record.error,
+        )
+
+    def release(self, role: WorkerRole, reason: str) -> None:
+        """Take a worker's memory back, once."""
+        handoff = self.handoff
+        if role not in handoff.told or role in handoff.settled or role in handoff.release_asked:
+            return
+        self.set(release_asked=handoff.release_asked | {role})
+        message = messages.release(handoff, reason, self.at_ns)
+        self.effects.append(AskRelease(role=role, worker=handoff.workers[role], message=message))
+
+    def release_again(self, role: WorkerRole) -> None:
+        """A worker took something over after the end: it may have done so after the release."""
+        handoff = self.handoff
+        if role in handoff.told and role in handoff.release_asked:
+            message = messages.release(handoff, "the handoff has ended", self.at_ns)
+            self.effects.append(AskRelease(role=role, worker=handoff.workers[role], message=message))

@@ -1,0 +1,112 @@
+"""The handoff's record in the bucket: one compare-and-set at a time, and what follows from its outcome."""
+
+from __future__ import annotations
+
+import msgspec
+
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.handoff import (
+    HandoffRecord,
+    HandoffState,
+)
+from services.broker.core import messages
+from services.broker.core.effects import (
+    AnswerSubmit,
+    Forget,
+    StoreRecord,
+)
+from services.broker.core.handoff import Verdict, same_identity
+from services.broker.core.turn import Turn
+
+
+def pump(turn: Turn) -> None:
+    """Write what the bucket does not hold yet, unless a write is under way; and end what has ended."""
+    handoff = turn.handoff
+    if handoff.writing is None and not handoff.forgotten:
+        wanted = _wanted(turn)
+        if wanted != handoff.stored:
+            write = handoff.num_writes + 1
+            turn.set(writing=wanted, num_writes=write)
+            turn.effects.append(StoreRecord(write=write, record=wanted, last=handoff.revision or None))
+    handoff = turn.handoff
+    if handoff.terminal and handoff.writing is None and handoff.told <= handoff.settled and not handoff.forgotten:
+        turn.set(forgotten=True)
+        turn.effects.append(Forget())
+
+
+def _wanted(turn: Turn) -> HandoffRecord:
+    handoff = turn.handoff
+    if handoff.verdict is not None and not handoff.terminal and handoff.stored is not None:
+        return messages.terminal_record(handoff.record, handoff.verdict)
+    if handoff.commit_ready and handoff.verdict is None and handoff.finished is not None:
+        return msgspec.structs.replace(
+            handoff.record,
+            state=HandoffState.COMMITTED,
+            first_token=handoff.finished.first_token,
+            num_prefill_cached_tokens=handoff.finished.num_cached_tokens,
+        )
+    return handoff.record
+
+
+def stored(turn: Turn, write: int, revision: int) -> None:
+    """The write won: admit, commit or end, whatever it was for."""
+    record = turn.handoff.writing
+    if record is None or write != turn.handoff.num_writes:
+        return
+    turn.set(stored=record, revision=revision, writing=None)
+    if not turn.handoff.submit_answered:
+        turn.admit()
+    if record.state is HandoffState.COMMITTED and turn.open and turn.state is HandoffState.PREFILLING:
+        turn.set(record=record)
+        turn.ask_commit()
+    elif record.state.terminal and not turn.handoff.terminal:
+        turn.conclude(record)
+
+
+def conflicted(turn: Turn, write: int, found: HandoffRecord | None, revision: int) -> None:
+    """The write lost: what was found decides."""
+    handoff = turn.handoff
+    if handoff.writing is None or write != handoff.num_writes:
+        return
+    if found == handoff.writing:  # an earlier try of this very write got through
+        stored(turn, write, revision)
+        return
+    if (
+        handoff.stored is None and found is not None and not handoff.told
+    ):  # somebody else's request, or this one in another life
+        _yield_to(turn, found)
+        return
+    if found is not None and found.state.terminal:
+        turn.set(stored=found, revision=revision, writing=None)
+        if not handoff.terminal:
+            turn.conclude(found)
+        turn.set(stored=turn.handoff.record)  # the loser obeys: what was found stays
+        return
+    turn.set(stored=found, revision=revision, writing=None)
+
+
+def unwritten(turn: Turn, write: int, error: ErrorInfo) -> None:
+    """The bucket cannot be reached: what had to be written first does not happen."""
+    record = turn.handoff.writing
+    if record is None or write != turn.handoff.num_writes:
+        return
+    never = turn.handoff.stored is None
+    turn.set(stored=record, writing=None)
+    if never and not turn.handoff.terminal:
+        turn.conclude(messages.terminal_record(record, Verdict(state=HandoffState.FAILED, error=error)))
+        turn.set(stored=turn.handoff.record)
+    elif record.state.terminal and not turn.handoff.terminal:
+        turn.conclude(record)
+    elif record.state is HandoffState.COMMITTED and turn.state is HandoffState.PREFILLING:
+        turn.fail(error)
+
+
+def _yield_to(turn: Turn, found: HandoffRecord) -> None:
+    """The key was taken before this handoff began: nobody has been told anything, so there is nothing to undo."""
+    error = None
+    if not same_identity(found, turn.handoff.record):
+        error = ErrorInfo(code=ErrorCode.DUPLICATE, message=f"{found.handoff_id} is taken by another request")
+    if not turn.handoff.submit_answered:
+        turn.effects.append(AnswerSubmit(error=error))
+    turn.set(writing=None, record=found, submit_answered=True, router_answered=True, forgotten=True)
+    turn.effects.append(Forget())
