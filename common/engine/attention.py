@@ -69,6 +69,10 @@ def _attend_tile(
         .view(batch, kv_heads, -1, dim)[:, :, : tile.num_keys]
         for cache in (key_cache, value_cache)
     ]
+    if tile.foreign is not None:
+        # A weight of zero does not help against a NaN that an earlier owner of the block left behind.
+        for part in gathered:
+            part.masked_fill_(tile.foreign, 0.0)
     output, lse = device.attend(rows, gathered[0], gathered[1], tile.mask, dim**-0.5)
     if tile.empty is not None:
         output = output.masked_fill(tile.empty[..., None], 0.0)

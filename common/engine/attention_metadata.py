@@ -37,14 +37,16 @@ class KeyTile:
     """Some keys of each sequence of a group.
 
     `rows` `[B * kv_heads * blocks]` index a cache seen as `[num_blocks * kv_heads, block_size * head_dim]`; of the keys that
-    they bring, the first `num_keys` count. `mask` is None (all rows see all keys) or additive fp32 `[B, 1, R, num_keys]`, and
-    `empty` marks the rows, `[B, 1, R]`, that see no key of the tile (None when there are none).
+    they bring, the first `num_keys` count. `mask` is None (all rows see all keys) or additive fp32 `[B, 1, R, num_keys]`.
+    `empty` marks the rows, `[B, 1, R]`, that see no key of the tile; `foreign` marks the keys, `[B, 1, num_keys, 1]`, that no row
+    of their sequence sees: memory that may hold anything. Both are None when there are none.
     """
 
     rows: torch.Tensor
     num_keys: int
     mask: torch.Tensor | None
     empty: torch.Tensor | None
+    foreign: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,7 @@ class AttentionGeometry:
         heads = np.arange(self.num_kv_heads)[None, :, None]
         rows = (table[:, None] * self.num_kv_heads + heads).reshape(-1)
         num_keys = max(1, min(table.shape[1] * self.block_size, longest - start))
-        mask = empty = None
+        mask = empty = foreign = None
         shortest = int(visible.min())
         if shortest < start + num_keys:
             # One row a query head of the KV head's group and query: heads outside, queries inside.
@@ -146,4 +148,6 @@ class AttentionGeometry:
             hidden = torch.arange(num_keys) >= seen[..., None]
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
             empty = seen <= 0 if shortest <= start else None
-        return KeyTile(rows=torch.from_numpy(rows), num_keys=num_keys, mask=mask, empty=empty)
+            unseen = hidden.all(2)[..., None]
+            foreign = unseen if bool(unseen.any()) else None
+        return KeyTile(rows=torch.from_numpy(rows), num_keys=num_keys, mask=mask, empty=empty, foreign=foreign)

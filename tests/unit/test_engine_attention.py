@@ -1,0 +1,139 @@
+"""Paged attention against plain attention, whatever the batch, the blocks, the tiles and the context-parallel cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine import attention_metadata
+from common.engine.attention import merge_partials, paged_attention, write_paged
+from common.engine.attention_metadata import AttentionGeometry, SequenceView
+from common.engine.device.cpu import CpuDevice
+
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
+NUM_BLOCKS = 64
+
+
+class World:
+    """Sequences with known keys and values, written into caches whose other memory is NaN."""
+
+    def __init__(self, lengths: list[int], dcp_size: int = 1) -> None:
+        g = torch.Generator().manual_seed(5)
+        self.lengths = lengths
+        self.keys = [torch.randn(n, KV_HEADS, DIM, generator=g) for n in lengths]
+        self.values = [torch.randn(n, KV_HEADS, DIM, generator=g) for n in lengths]
+        self.dcp_size = dcp_size
+        order = torch.randperm(NUM_BLOCKS, generator=g).tolist()
+        self.blocks = [[order.pop() for _ in range(-(-n // (BLOCK * dcp_size)))] for n in lengths]
+        self.generator = g
+        self.caches = []
+        for rank in range(dcp_size):
+            caches = [torch.full((NUM_BLOCKS, KV_HEADS, BLOCK, DIM), torch.nan) for _ in range(2)]
+            views = [
+                SequenceView(block_ids=b, start=0, num_tokens=n) for b, n in zip(self.blocks, lengths, strict=True)
+            ]
+            views.sort(key=lambda view: view.num_tokens > 1)
+            order_of = sorted(range(len(lengths)), key=lambda i: lengths[i] > 1)
+            metadata = self.geometry(rank).build(views)
+            write_paged(
+                caches[0],
+                caches[1],
+                torch.cat([self.keys[i] for i in order_of]),
+                torch.cat([self.values[i] for i in order_of]),
+                metadata,
+            )
+            self.caches.append(caches)
+
+    def geometry(self, rank: int = 0) -> AttentionGeometry:
+        """The geometry of one rank of the group."""
+        return AttentionGeometry(
+            num_query_heads=HEADS, num_kv_heads=KV_HEADS, block_size=BLOCK, dcp_rank=rank, dcp_size=self.dcp_size
+        )
+
+    def attend(
+        self, views: list[SequenceView], query: torch.Tensor, rank: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What one rank computes."""
+        key_cache, value_cache = self.caches[rank]
+        return paged_attention(query, key_cache, value_cache, self.geometry(rank).build(views), CpuDevice())
+
+    def expected(self, index: int, position: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plain attention in fp64 of one query `[HEADS, DIM]` at `position` of sequence `index`."""
+        repeats = HEADS // KV_HEADS
+        keys = self.keys[index][: position + 1].repeat_interleave(repeats, 1).double()
+        values = self.values[index][: position + 1].repeat_interleave(repeats, 1).double()
+        scores = torch.einsum("hd,shd->hs", query.double(), keys) / DIM**0.5
+        return torch.einsum("hs,shd->hd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+def check(world: World, starts: list[int], counts: list[int]) -> None:
+    """Compare every row of a step: sequence i attends from positions [starts[i], starts[i] + counts[i])."""
+    views = [
+        SequenceView(block_ids=b, start=s, num_tokens=c) for b, s, c in zip(world.blocks, starts, counts, strict=True)
+    ]
+    query = torch.randn(sum(counts), HEADS, DIM, generator=world.generator)
+    parts = [world.attend(views, query, rank) for rank in range(world.dcp_size)]
+    output, lse = merge_partials(torch.stack([o for o, _ in parts]), torch.stack([p for _, p in parts]))
+    row = 0
+    for index, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for position in range(start, start + count):
+            wanted, wanted_lse = world.expected(index, position, query[row])
+            assert torch.allclose(output[row].double(), wanted, atol=2e-6)
+            assert torch.allclose(lse[row].double(), wanted_lse, atol=2e-6)
+            row += 1
+
+
+@pytest.mark.parametrize("tile", [4, 8, 2048])
+@pytest.mark.parametrize("dcp_size", [1, 2, 4])
+def test_mixed_steps_equal_plain_attention(monkeypatch: pytest.MonkeyPatch, tile: int, dcp_size: int) -> None:
+    """Decodes of different lengths beside chunks, over one or many key tiles and any number of context-parallel ranks.
+
+    Memory that holds no token of the sequence is NaN, and does not show.
+    """
+    monkeypatch.setattr(attention_metadata, "KEY_TILE", tile)
+    monkeypatch.setattr(attention_metadata, "QUERY_TILE", 5)
+    world = World([1, 9, 30, 17, 23], dcp_size)
+    check(world, [0, 8, 29, 0, 11], [1, 1, 1, 17, 12])
+
+
+def test_equal_lengths_need_no_mask() -> None:
+    """A batch of equal lengths, as of one sequence, slices instead of masking."""
+    world = World([7, 7])
+    check(world, [6, 6], [1, 1])
+    views = [SequenceView(block_ids=b, start=6, num_tokens=1) for b in world.blocks]
+    (group,) = world.geometry().build(views).groups
+    assert [tile.mask for tile in group.tiles] == [None]
+
+
+def test_partials_of_any_cut_merge_to_the_whole() -> None:
+    """In fp64 to 1e-10; empty parts, parts with NaN and infinite sums count for nothing."""
+    g = torch.Generator().manual_seed(2)
+    scores = torch.randn(4, 40, generator=g, dtype=torch.float64) * 5
+    values = torch.randn(40, 8, generator=g, dtype=torch.float64)
+    outputs, lses = [], []
+    for part in ((0, 13), (13, 13), (13, 14), (14, 40)):
+        chosen = scores[:, slice(*part)]
+        outputs.append(chosen.softmax(-1) @ values[slice(*part)])
+        lses.append(chosen.logsumexp(-1))
+    outputs[1].fill_(torch.nan)
+    for spoiled in (-torch.inf, torch.inf, torch.nan):
+        lses[1].fill_(spoiled)
+        output, lse = merge_partials(torch.stack(outputs), torch.stack(lses))
+        assert float((output - scores.softmax(-1) @ values).abs().max()) < 1e-10
+        assert float((lse - scores.logsumexp(-1)).abs().max()) < 1e-10
+
+
+def test_all_parts_empty_give_zero_and_minus_infinity() -> None:
+    """Never 0/0."""
+    output, lse = merge_partials(torch.full((2, 3, 4), torch.nan), torch.full((2, 3), -torch.inf))
+    assert bool((output == 0).all())
+    assert bool((lse == -torch.inf).all())
+
+
+def test_the_base_of_the_logarithm_matters() -> None:
+    """Sums of 2 and 8, merged as if their logarithms were of base 2, give another result: mixing bases would be seen."""
+    outputs, sums = torch.tensor([[1.0], [2.0]]), torch.tensor([2.0, 8.0])
+    right, _ = merge_partials(outputs, sums.log())
+    wrong, _ = merge_partials(outputs, sums.log2())
+    assert float(right) == pytest.approx(1.8)
+    assert abs(float(wrong) - 1.8) > 0.01
