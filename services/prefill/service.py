@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -38,7 +39,6 @@ class _Prefill(msgspec.Struct, kw_only=True):
     parts_left: dict[int, int]
     accepted_ns: int
     started_ns: int = 0
-    finished: bool = False
 
 
 class PrefillService(WorkerService):
@@ -141,7 +141,6 @@ class PrefillService(WorkerService):
                 continue
             self.scheduler.hold(sequence)
             self._publish_layers(sequence, outcome)
-            prefill.finished = True
             reason = sequence.finish_reason(produced.token_id, self.info.eos_token_ids)
             deadline = self.deadline_of(sequence)
             self.report(
@@ -156,15 +155,8 @@ class PrefillService(WorkerService):
                 deadline,
             )
             if reason is not None:
-                token = produced.token_id
-
-                async def send_only_token(
-                    sequence: Sequence = sequence, token: int = token, deadline: Deadline = deadline
-                ) -> None:
-                    reason = sequence.finish_reason(token, self.info.eos_token_ids)
-                    await self.tokens.end(sequence, deadline, token=token, finish_reason=reason)
-
-                await self.reports.start(send_only_token)
+                end = partial(self.tokens.end, sequence, deadline, token=produced.token_id, finish_reason=reason)
+                await self.reports.start(end)
 
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """Tell the broker that these prompts will not be computed."""

@@ -14,6 +14,7 @@ import structlog
 from common.bus.memory import MemoryBus, MemoryServer
 from common.bus.port import Subscription
 from common.engine.fake import FakeEngine, fake_token
+from common.engine.port import EngineError, StepResult
 from common.runtime.metrics import Metrics
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.host import WorkerHost
@@ -35,6 +36,7 @@ from contracts.handoff import (
     RunPrefill,
     TakenOver,
 )
+from contracts.rank import StepPlan
 from contracts.requests import (
     Accepted,
     CancelWork,
@@ -57,6 +59,27 @@ DATA = array("I", PROMPT).tobytes()
 HASH = hashlib.sha256(DATA).hexdigest()
 SAMPLING = SamplingParams(max_tokens=12, seed=9, temperature=0.0)
 EXPECTED = [fake_token(9, position) for position in range(len(PROMPT), len(PROMPT) + 12)]
+
+
+class FaultyEngine(FakeEngine):
+    """A fake engine whose next steps or releases can be told to go wrong."""
+
+    failing_steps = 0
+    writers_left = 0
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """Fail, alike on all ranks, as often as told."""
+        if self.failing_steps:
+            self.failing_steps -= 1
+            raise EngineError("rank 1: out of memory")
+        return await super().step(plan)
+
+    async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
+        """Say that a writer is still at work, as often as told."""
+        if self.writers_left:
+            self.writers_left -= 1
+            return frozenset(seqs)
+        return await super().release(seqs, generation, timeout_ms)
 
 
 class Mesh:
@@ -101,7 +124,7 @@ class Mesh:
         """Start a worker."""
         settings = WorkerSettings(worker_id=worker_id, model=Path("fake"), engine=EngineKind.FAKE, tp=tp, **changes)
         incarnation = f"i-{worker_id}"
-        engine = FakeEngine(
+        engine = FaultyEngine(
             self.clock,
             worker_id=worker_id,
             incarnation=incarnation,
@@ -448,6 +471,73 @@ def test_a_restarted_decode_worker_is_linked_again_and_a_foreign_one_is_refused(
         await bucket.delete("decode-0")
         await mesh.clock.sleep(3.0)
         assert prefill.links == ()
+
+    in_mesh(scenario)
+
+
+def test_a_step_that_fails_ends_its_requests_with_the_error_and_the_worker_goes_on() -> None:
+    """One verdict for all ranks: the client gets a final frame with the error, memory is back, the next request works."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh)
+        await mesh.send_prompt("prefill", "prefill-0")
+        reserved = await mesh.reserve()
+        await mesh.run(reserved)
+        finished = await mesh.heard.get()
+        assert isinstance(finished, PrefillFinished)
+        engine = mesh.services["decode-0"].loop.engine
+        assert isinstance(engine, FaultyEngine)
+        engine.failing_steps = 1
+        await mesh.commit(EXPECTED[0])
+        ids, final = await mesh.text()
+        assert ids == EXPECTED[:1]
+        assert final.error is not None
+        assert final.error.code is ErrorCode.WORKER_FAILED
+        ended = await mesh.heard.get()
+        assert isinstance(ended, RequestEnded)
+        assert ended.error == final.error
+        await mesh.release("prefill", "prefill-0")
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_a_prefill_that_fails_is_reported_and_keeps_its_memory_until_the_release() -> None:
+    """The broker hears of it at once; the granted memory is not touched by the worker's own decision."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh)
+        engine = mesh.services["prefill-0"].loop.engine
+        assert isinstance(engine, FaultyEngine)
+        engine.failing_steps = 1
+        await mesh.send_prompt("prefill", "prefill-0")
+        await mesh.run(await mesh.reserve())
+        finished = await mesh.heard.get()
+        assert isinstance(finished, PrefillFinished)
+        assert finished.error is not None
+        assert finished.first_token is None
+        await mesh.release("prefill", "prefill-0")
+        await mesh.release("decode", "decode-0")
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_memory_with_a_writer_at_work_is_quarantined_until_the_writer_stops() -> None:
+    """A release that cannot tell never gives blocks to anybody; asking again ends the quarantine."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await _pair(mesh)
+        await mesh.reserve()
+        worker = mesh.services["decode-0"]
+        engine = worker.loop.engine
+        assert isinstance(engine, FaultyEngine)
+        engine.writers_left = 2
+        await mesh.release("decode", "decode-0")
+        assert worker.pool.num_quarantined_blocks == 4
+        assert worker.pool.num_free_blocks == worker.settings.num_blocks - 4
+        await mesh.clock.sleep(3.0)
+        mesh.assert_empty()
 
     in_mesh(scenario)
 
