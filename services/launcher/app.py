@@ -1,0 +1,92 @@
+"""Puts the launcher together, and gives each outcome its exit status: 0 good, 1 failed, 2 wrong settings, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Final, assert_never
+
+from common.bus.port import Bus
+from common.runtime.clock import SystemClock
+from common.runtime.settings import SettingsError, environment
+from contracts.errors import PdmeshError
+from services.launcher.arguments import mesh_request, parse
+from services.launcher.bus import with_bus
+from services.launcher.console import Console
+from services.launcher.demo import Demo
+from services.launcher.mesh import Body, MeshRun
+from services.launcher.plan import MeshPlan, make_plan
+from services.launcher.ports import free_ports
+from services.launcher.settings import settings_structs
+from services.launcher.show import follow_events, show_timeline
+from services.launcher.up import Up
+
+EXIT_CLEAN: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_SETTINGS: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+_DEFAULT_NATS: Final = "nats://127.0.0.1:4222"
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Do what `argv` (the process's own by default) asks for, and return the exit status."""
+    arguments = parse(argv)
+    console = Console(SystemClock())
+    try:
+        match arguments.command:
+            case "up":
+                return _up(arguments, console)
+            case "demo":
+                return _demo(arguments, console)
+            case "timeline" | "events":
+                return asyncio.run(_inspect(arguments, console))
+            case unknown:
+                assert_never(unknown)
+    except SettingsError as error:
+        print(f"pdmesh: {error}", file=sys.stderr)
+        return EXIT_SETTINGS
+    except PdmeshError as error:
+        print(f"pdmesh: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _up(arguments: argparse.Namespace, console: Console) -> int:
+    plan = _plan(arguments)
+    if arguments.dump:
+        console.show(plan.dump())
+        return EXIT_CLEAN
+    status, _ = _live(plan, Up(console, plan.workers[0].settings.value.model_name), console)
+    return status
+
+
+def _demo(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.port is None:
+        (arguments.port,) = free_ports(1)
+    status, interrupted = _live(_plan(arguments), Demo(console, SystemClock()), console)
+    return EXIT_INTERRUPTED if interrupted and status == EXIT_CLEAN else status
+
+
+def _plan(arguments: argparse.Namespace) -> MeshPlan:
+    return make_plan(mesh_request(arguments), settings_structs(), environment())
+
+
+def _live(plan: MeshPlan, body: Body, console: Console) -> tuple[int, bool]:
+    """Live one mesh; return the exit status and whether it was interrupted."""
+    mesh = MeshRun(plan, body, clock=SystemClock(), console=console, environ=environment())
+    return asyncio.run(mesh.run()), mesh.interrupted
+
+
+async def _inspect(arguments: argparse.Namespace, console: Console) -> int:
+    async def use(bus: Bus) -> int:
+        if arguments.command == "timeline":
+            return await show_timeline(bus, arguments.name, console)
+        await follow_events(bus, console, from_start=arguments.all)
+        return EXIT_CLEAN
+
+    url = arguments.nats or environment().get("PD_NATS_URL") or _DEFAULT_NATS
+    return await with_bus(url, use, say=console.say)

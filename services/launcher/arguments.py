@@ -1,0 +1,81 @@
+"""The command line of `pdmesh`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from services.launcher.plan import WORKER_ROLES, MeshRequest
+
+_CHECKOUT: Final = Path(__file__).resolve().parents[2]
+SHIPPED_MODEL: Final = _CHECKOUT / "models" / "tiny"
+_DEMO_WORKERS: Final = (("prefill", "tp=2"), ("decode", "tp=1"))
+_SPEC_HELP: Final = "one {role} worker, as key=value,key=value (tp=2,block_size=16; id=NAME names it); may be repeated"
+
+
+class _Worker(argparse.Action):
+    """Keeps workers of all roles in one list, in the order given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002 - argparse's signature
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        workers = [*(getattr(namespace, self.dest) or ()), ((option_string or "").removeprefix("--"), values or "")]
+        setattr(namespace, self.dest, workers)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser. Its result has `command`, and for `up` and `demo` what `mesh_request` reads."""
+    root = argparse.ArgumentParser(prog="pdmesh", description="Prefill and decode on separate workers.")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    up = commands.add_parser("up", help="start a mesh on this machine and serve until Ctrl-C")
+    _add_mesh(up)
+    up.add_argument("--dump", action="store_true", help="print the effective settings as JSON and start nothing")
+    demo = commands.add_parser(
+        "demo", help="start a small mesh, ask it two things, show how its handoffs went, stop it"
+    )
+    _add_mesh(demo)
+    timeline = commands.add_parser("timeline", help="show how a request went, from the event stream alone")
+    timeline.add_argument("name", metavar="HANDOFF|REQUEST")
+    events = commands.add_parser("events", help="follow what happens to handoffs")
+    events.add_argument("--all", action="store_true", help="first show what the stream has kept")
+    for each in (timeline, events):
+        each.add_argument(
+            "--nats", metavar="URL", help="the NATS server (default: PD_NATS_URL, or the local port 4222)"
+        )
+    return root
+
+
+def mesh_request(arguments: argparse.Namespace) -> MeshRequest:
+    """What `up` or `demo` was asked for. The demo fills in the shipped checkpoint and its two workers."""
+    model, workers = arguments.model, tuple(arguments.workers or ())
+    if arguments.command == "demo":
+        model = model or str(SHIPPED_MODEL)
+        workers = workers or _DEMO_WORKERS
+    return MeshRequest(
+        model=model,
+        workers=workers,
+        port=arguments.port,
+        overrides=tuple(arguments.overrides),
+        config_file=arguments.config,
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse `argv` (the process's own by default). Exits with status 2 and a usage line for what it does not know."""
+    return parser().parse_args(argv)
+
+
+def _add_mesh(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", metavar="DIR", help="the checkpoint")
+    for role in WORKER_ROLES:
+        help_text = _SPEC_HELP.format(role=role)
+        command.add_argument(f"--{role}", nargs="?", action=_Worker, dest="workers", metavar="SPEC", help=help_text)
+    command.add_argument("--port", type=int, metavar="PORT", help="of the HTTP server (up: 8000; demo: a free one)")
+    command.add_argument("--config", type=Path, metavar="FILE", help="settings as JSON")
+    command.add_argument("--set", action="append", default=[], dest="overrides", metavar="[ROLE.]KEY=VALUE")

@@ -1,0 +1,168 @@
+"""What a mesh will consist of: every service with its settings, all of it checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from common.runtime.settings import Loaded, SettingsError, SettingsProblem, load, parse_spec, split_overrides
+from services.launcher.settings import LauncherSettings, SettingsStructs
+
+T = TypeVar("T")
+
+WORKER_ROLES: Final = ("prefill", "decode", "mixed")
+_SHARED_PLACES: Final = ("--", "PD_", "config file")
+
+
+class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person asked for, as text. `workers` holds (role, SPEC) in the order given."""
+
+    model: str | None
+    workers: tuple[tuple[str, str], ...]
+    port: int | None = None
+    overrides: tuple[str, ...] = ()
+    config_file: Path | None = None
+
+
+class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One service to start. `name` is a worker's id, else the role."""
+
+    name: str
+    role: str
+    settings: Loaded[Any]
+
+
+class MeshPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A mesh that may be started: every setting is known and legal."""
+
+    launcher: LauncherSettings
+    broker: ServicePlan
+    router: ServicePlan
+    workers: tuple[ServicePlan, ...]
+
+    @property
+    def services(self) -> tuple[ServicePlan, ...]:
+        """All services in the order of their start."""
+        return (self.broker, *self.workers, self.router)
+
+    def dump(self) -> str:
+        """The effective settings of every service with where each came from, as JSON; secrets are hidden."""
+        settings = {service.name: service.settings.dump() for service in self.services}
+        return json.dumps(settings, indent=2, default=_plain)
+
+
+def make_plan(request: MeshRequest, structs: SettingsStructs, environ: Mapping[str, str]) -> MeshPlan:
+    """Check the whole request. Raises SettingsError that lists everything that is wrong with it."""
+    return _Planner(request, structs, environ).plan()
+
+
+def settings_json(settings: msgspec.Struct, **replaced: Any) -> bytes:
+    """One service's settings as the content of a config file for it. `replaced` are the values of this start."""
+    return msgspec.json.encode(msgspec.structs.replace(settings, **replaced), enc_hook=_plain)
+
+
+class _Planner:
+    def __init__(self, request: MeshRequest, structs: SettingsStructs, environ: Mapping[str, str]) -> None:
+        self._request = request
+        self._structs = structs.by_role
+        self._known = structs.all_keys
+        self._environ = environ
+        self._problems: list[SettingsProblem] = []
+        self._overrides = list(request.overrides)
+        if request.model is not None:
+            self._overrides.append(f"model={request.model}")
+        if request.port is not None:
+            self._overrides.append(f"router.port={request.port}")
+
+    def plan(self) -> MeshPlan:
+        self._collect(
+            lambda: split_overrides(self._overrides, {r: s.__struct_fields__ for r, s in self._structs.items()})
+        )
+        specs = self._name_workers()
+        launcher = self._load("launcher", "launcher")
+        broker = self._load("broker", "broker")
+        self._overrides.append(f"router.expected_workers={','.join(name for name, _, _ in specs)}")
+        router = self._load("router", "router")
+        workers = [self._load(role, name, spec) for name, role, spec in specs]
+        self._check_models([router, *workers])
+        if self._problems or launcher is None or broker is None or router is None:
+            raise SettingsError(self._distinct_problems())
+        return MeshPlan(
+            launcher=launcher.settings.value,
+            broker=broker,
+            router=router,
+            workers=tuple(worker for worker in workers if worker is not None),
+        )
+
+    def _name_workers(self) -> list[tuple[str, str, str]]:
+        """Name, role and SPEC of each worker; SPEC's `id` becomes its `worker_id`, else the role and a number do."""
+        named: list[tuple[str, str, str]] = []
+        counts: Counter[str] = Counter()
+        for role, spec in self._request.workers:
+            values = dict(self._collect(partial(parse_spec, spec), place=f"--{role}") or {})
+            if "id" in values and "worker_id" in values:
+                self._problem(f"--{role} id", values["id"], "either id or worker_id")
+            given = values.pop("id", None) or values.pop("worker_id", None)
+            name = given or f"{role}-{counts[role]}"
+            counts[role] += given is None
+            values["worker_id"] = name
+            named.append((name, role, ",".join(f"{key}={value}" for key, value in values.items())))
+        for name, count in Counter(name for name, _, _ in named).items():
+            if count > 1:
+                self._problem("worker_id", name, f"ids differ; this one is given to {count} workers")
+        roles = {role for role, _ in self._request.workers}
+        if "mixed" not in roles and not {"prefill", "decode"} <= roles:
+            shown = ", ".join(sorted(roles)) or "(none)"
+            self._problem("workers", shown, "at least one --prefill and one --decode, or one --mixed")
+        return named
+
+    def _load(self, role: str, name: str, spec: str = "") -> ServicePlan | None:
+        loaded = self._collect(
+            lambda: load(
+                self._structs[role],
+                role=role,
+                spec=spec,
+                overrides=self._overrides,
+                config_file=self._request.config_file,
+                environ=self._environ,
+                also_known=self._known,
+            ),
+            place=name,
+        )
+        return None if loaded is None else ServicePlan(name=name, role=role, settings=loaded)
+
+    def _check_models(self, services: list[ServicePlan | None]) -> None:
+        models = {str(service.settings.value.model) for service in services if service is not None}
+        models |= set() if self._request.model is None else {self._request.model}
+        for model in sorted(models):
+            if not (Path(model) / "config.json").is_file():
+                self._problem("--model", model, "a directory with a checkpoint: config.json is not there")
+
+    def _collect(self, call: Callable[[], T], place: str = "") -> T | None:
+        try:
+            return call()
+        except SettingsError as error:
+            for problem in error.problems:
+                everybodys = not place or problem.key.startswith((*_SHARED_PLACES, str(self._request.config_file)))
+                key = problem.key if everybodys else f"{place}: {problem.key}"
+                self._problem(key, problem.value, problem.rule)
+            return None
+
+    def _problem(self, key: str, value: str, rule: str) -> None:
+        self._problems.append(SettingsProblem(key=key, value=value, rule=rule))
+
+    def _distinct_problems(self) -> list[SettingsProblem]:
+        """What is set for everybody is refused by everybody, in slightly different words: say it once."""
+        return list({(problem.key, problem.value): problem for problem in reversed(self._problems)}.values())[::-1]
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not a setting")

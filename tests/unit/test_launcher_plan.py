@@ -1,0 +1,188 @@
+"""A mesh is checked whole before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+
+from common.runtime.settings import SettingsError, load
+from common.worker.settings import WorkerSettings
+from services.launcher.arguments import SHIPPED_MODEL, mesh_request, parse
+from services.launcher.plan import MeshPlan, MeshRequest, make_plan, settings_json
+from services.launcher.settings import LauncherSettings, SettingsStructs
+
+
+class _Router(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan needs of a router's settings."""
+
+    model: Path
+    nats_url: str = ""
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    expected_workers: tuple[str, ...] = ()
+
+
+class _Broker(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan needs of a broker's settings."""
+
+    nats_url: str = ""
+    drain_timeout_s: float = 30.0
+
+
+_STRUCTS = SettingsStructs(
+    by_role={
+        "router": _Router,
+        "broker": _Broker,
+        **dict.fromkeys(("prefill", "decode", "mixed"), WorkerSettings),
+        "launcher": LauncherSettings,
+    }
+)
+_PAIR = (("prefill", "tp=2"), ("decode", ""))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A directory that looks like a checkpoint."""
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    return str(tmp_path)
+
+
+def _plan(model: str | None, *workers: tuple[str, str], environ: dict[str, str] | None = None, **rest: Any) -> MeshPlan:
+    request = MeshRequest(model=model, workers=workers or _PAIR, **rest)
+    return make_plan(request, _STRUCTS, environ or {})
+
+
+def _problems(model: str | None, *workers: tuple[str, str], **rest: Any) -> list[str]:
+    with pytest.raises(SettingsError) as refusal:
+        _plan(model, *workers, **rest)
+    return [f"{problem.key} = {problem.value}: {problem.rule}" for problem in refusal.value.problems]
+
+
+def test_workers_are_numbered_by_role(model: str) -> None:
+    """A role given twice makes two workers; an id in the SPEC names one, and does not use up a number."""
+    plan = _plan(model, ("prefill", "tp=2"), ("decode", "id=big,tp=4"), ("decode", ""), ("prefill", "tp=1"))
+    assert [worker.name for worker in plan.workers] == ["prefill-0", "big", "decode-0", "prefill-1"]
+    assert [worker.settings.value.worker_id for worker in plan.workers] == [worker.name for worker in plan.workers]
+    assert [worker.settings.value.tp for worker in plan.workers] == [2, 4, 1, 1]
+    assert plan.router.settings.value.expected_workers == ("prefill-0", "big", "decode-0", "prefill-1")
+
+
+def test_each_place_reaches_who_it_is_meant_for(model: str) -> None:
+    """SPEC wins over `--set`, which reaches every service that knows the key, or the one role that it names."""
+    plan = _plan(
+        model,
+        ("prefill", "block_size=8"),
+        ("decode", ""),
+        port=9000,
+        overrides=("block_size=32", "decode.tp=4", "drain_timeout_s=3"),
+        environ={"PD_TP": "2", "HOME": "/nowhere"},
+    )
+    prefill, decode = (worker.settings.value for worker in plan.workers)
+    assert (prefill.block_size, decode.block_size, prefill.tp, decode.tp) == (8, 32, 2, 4)
+    assert (plan.router.settings.value.port, plan.broker.settings.value.drain_timeout_s) == (9000, 3.0)
+    assert str(plan.router.settings.value.model) == str(prefill.model) == model
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    """One start is enough to learn of every mistake, each told once."""
+    problems = _problems(
+        str(tmp_path),
+        ("prefill", "tp=zero,colour=red"),
+        ("decode", "tp=0"),
+        ("decode", "tp"),
+        overrides=("nonsense=1", "router.port=99999", "mixed.nothing=1"),
+        environ={"PD_TPP": "2"},
+    )
+    expected = {
+        "prefill-0: tp = zero",
+        "prefill-0: colour = red",
+        "decode-0: tp = 0",
+        "--decode: SPEC = 'tp'",
+        "--set nonsense = 1",
+        "--set router.port = 99999",
+        "--set mixed.nothing = 1",
+        "PD_TPP = 2",
+        f"--model = {tmp_path}",
+    }
+    for start in expected:
+        assert sum(problem.startswith(f"{start}: ") for problem in problems) == 1, (start, problems)
+    assert len(problems) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("workers", "shown"),
+    [((("prefill", ""),), "workers = prefill"), ((("decode", ""), ("decode", "")), "workers = decode")],
+)
+def test_a_mesh_can_serve(model: str, workers: tuple[tuple[str, str], ...], shown: str) -> None:
+    """Without both sides and without a mixed worker no request could ever be served."""
+    rule = "at least one --prefill and one --decode, or one --mixed"
+    assert _problems(model, *workers) == [f"{shown}: {rule}"]
+
+
+def test_no_workers_at_all_is_told(model: str) -> None:
+    """The empty mesh is no mesh."""
+    with pytest.raises(SettingsError, match=r"workers = \(none\)"):
+        make_plan(MeshRequest(model=model, workers=()), _STRUCTS, {})
+
+
+def test_a_mixed_worker_is_enough(model: str) -> None:
+    """It does both."""
+    assert [worker.name for worker in _plan(model, ("mixed", "")).workers] == ["mixed-0"]
+
+
+def test_ids_differ(model: str) -> None:
+    """Two workers of one name would take each other's subjects."""
+    problems = _problems(model, ("prefill", "id=a"), ("decode", "worker_id=a"), ("decode", "id=b,worker_id=c"))
+    assert problems == [
+        "--decode id = b: either id or worker_id",
+        "worker_id = a: ids differ; this one is given to 2 workers",
+    ]
+
+
+def test_a_worker_needs_a_legal_name(model: str) -> None:
+    """Names become tokens of subjects."""
+    (problem,) = _problems(model, ("mixed", "id=Big One"))
+    assert problem.startswith("Big One: worker_id = Big One: 1 to 63 characters")
+
+
+def test_a_missing_model_is_told_by_those_who_need_it() -> None:
+    """Each service says that it lacks the value."""
+    assert len(_problems(None)) == 3
+
+
+def test_a_child_reads_back_what_was_planned(model: str, tmp_path: Path) -> None:
+    """The file that a service is started with gives it exactly the planned settings, and the values of this start."""
+    worker = _plan(model, ("mixed", "tp=2"), overrides=("num_slots=7",)).workers[0].settings.value
+    file = tmp_path / "settings.json"
+    file.write_bytes(settings_json(worker, nats_url="nats://127.0.0.1:9"))
+    loaded = load(WorkerSettings, role="mixed", config_file=file, environ={}).value
+    assert loaded == msgspec.structs.replace(worker, nats_url="nats://127.0.0.1:9")
+
+
+def test_the_dump_names_each_source(model: str) -> None:
+    """People can see what a setting is and who set it; passwords stay hidden."""
+    plan = _plan(model, ("mixed", "tp=2"), overrides=("nats_url=nats://me:word@host:1",))
+    dump = json.loads(plan.dump())
+    assert dump["mixed-0"]["tp"] == {"value": 2, "source": "SPEC"}
+    assert dump["mixed-0"]["num_slots"]["source"] == "default"
+    assert dump["broker"]["nats_url"]["value"] == "nats://***@host:1"
+    assert "word" not in plan.dump()
+
+
+def test_the_command_line_keeps_the_order_of_workers() -> None:
+    """Flags may be repeated and mixed; a flag without SPEC is a worker with defaults."""
+    arguments = parse(["up", "--model", "m", "--prefill", "tp=2", "--decode", "--prefill", "tp=4", "--set", "tp=1"])
+    request = mesh_request(arguments)
+    assert request.workers == (("prefill", "tp=2"), ("decode", ""), ("prefill", "tp=4"))
+    assert (request.model, request.port, request.overrides) == ("m", None, ("tp=1",))
+
+
+def test_the_demo_needs_no_arguments() -> None:
+    """It takes the shipped checkpoint, two prefill ranks and one decode rank."""
+    request = mesh_request(parse(["demo"]))
+    assert request.workers == (("prefill", "tp=2"), ("decode", "tp=1"))
+    assert request.model == str(SHIPPED_MODEL)
