@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +17,7 @@ from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, PdmeshError
 from services.launcher.child import ChildSpec, tail
 from services.launcher.console import Console
+from services.launcher.core.log_line import last_word
 from services.launcher.plan import MeshPlan, ServicePlan, settings_json
 from services.launcher.ports import free_ports, is_free
 from services.launcher.readiness import wait_ready
@@ -216,11 +216,5 @@ async def _check_server(binary: Path) -> None:
 
 def _last_words(logs: Path, names: tuple[str, ...]) -> str:
     """The last thing that each worker's log tells, so that one sees it load."""
-    words = []
-    for name in names:
-        for line in tail(logs / f"{name}.log", 1):
-            with suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and "event" in event:
-                    words.append(f"{name}: {event['event']}")
-    return ", ".join(words)
+    words = ((name, last_word(tail(logs / f"{name}.log", 1))) for name in names)
+    return ", ".join(f"{name}: {word}" for name, word in words if word)

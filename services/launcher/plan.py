@@ -12,6 +12,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from common.runtime.settings import Loaded, SettingsError, SettingsProblem, load, parse_spec, split_overrides
+from contracts.errors import InvalidValueError
+from contracts.ids import check_token
 from services.launcher.settings import LauncherSettings, SettingsStructs
 
 T = TypeVar("T")
@@ -87,7 +89,8 @@ class _Planner:
         specs = self._name_workers()
         launcher = self._load("launcher", "launcher")
         broker = self._load("broker", "broker")
-        self._overrides.append(f"router.expected_workers={','.join(name for name, _, _ in specs)}")
+        expected = ",".join(name for name, _, _ in specs if _is_token(name))
+        self._overrides += [f"router.expected_workers={expected}"] if expected else []
         router = self._load("router", "router")
         workers = [self._load(role, name, spec) for name, role, spec in specs]
         self._check_models([router, *workers])
@@ -160,6 +163,14 @@ class _Planner:
     def _distinct_problems(self) -> list[SettingsProblem]:
         """What is set for everybody is refused by everybody, in slightly different words: say it once."""
         return list({(problem.key, problem.value): problem for problem in reversed(self._problems)}.values())[::-1]
+
+
+def _is_token(name: str) -> bool:
+    try:
+        check_token("worker_id", name)
+    except InvalidValueError:
+        return False
+    return True
 
 
 def _plain(value: object) -> str:
