@@ -125,13 +125,13 @@ def read_messages(messages: list[ChatMessage], *, field: str = "messages") -> li
     return turns
 
 
-def check_token_ids(token_ids: tuple[int, ...], *, vocab_size: int) -> None:
+def check_token_ids(token_ids: tuple[int, ...], *, vocab_size: int, field: str = "prompt") -> None:
     """Raise for ids that the model does not have. An empty prompt is one of them: it has no first id."""
     if not token_ids:
-        raise InvalidValueError(field="prompt", value="", rule="at least one token")
+        raise InvalidValueError(field=field, value="", rule="at least one token")
     for extreme in (min(token_ids), max(token_ids)):
         if not 0 <= extreme < vocab_size:
-            raise InvalidValueError(field="prompt", value=extreme, rule=f"token ids from 0 to {vocab_size - 1}")
+            raise InvalidValueError(field=field, value=extreme, rule=f"token ids from 0 to {vocab_size - 1}")
 
 
 def choose_max_tokens(asked: int | None, *, num_prompt_tokens: int, limit: int, default: int) -> int:

@@ -50,6 +50,12 @@ class Loads:
     """How many requests this router has on each start of each worker: fresher than what records say."""
 
     counts: dict[WorkerRef, int] = field(default_factory=dict)
+    turn: int = 0
+
+    def next_turn(self) -> int:
+        """Count placements."""
+        self.turn += 1
+        return self.turn
 
     def add(self, worker: WorkerRef) -> None:
         """Count a request in."""

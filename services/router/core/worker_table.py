@@ -32,6 +32,11 @@ class WorkerTable:
         """Note that the bus was away until now."""
         self._no_verdict_before = now + 2 * self._ttl_s
 
+    @property
+    def known(self) -> Mapping[str, WorkerRecord]:
+        """All workers that have not been found to be gone, without a new verdict."""
+        return self._records
+
     def alive(self, now: float) -> Mapping[str, WorkerRecord]:
         """Return the workers that count now, by id; the others are forgotten."""
         if now >= self._no_verdict_before:

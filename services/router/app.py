@@ -1,0 +1,176 @@
+"""The composition root: everything that a router consists of, put together, started and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from aiohttp import web
+
+from common.bus.nats import NatsBus
+from common.bus.port import Bus
+from common.runtime.admin import AdminRoutes
+from common.runtime.clock import Clock, Deadline
+from common.runtime.lifecycle import Lifecycle, Log
+from common.runtime.metrics import Metrics
+from common.runtime.tasks import BoundedTasks
+from services.router.admission import Admission
+from services.router.completing import Completer
+from services.router.core.placement import Loads
+from services.router.core.retry import RetryPolicy
+from services.router.dispatch import Canceller, Dispatcher
+from services.router.endpoints import Endpoints
+from services.router.fleet import Fleet
+from services.router.generation import Generator
+from services.router.http_errors import error_middleware
+from services.router.metrics import RouterMetrics
+from services.router.model_directory import load_model
+from services.router.settings import RouterSettings
+from services.router.token_inbox import TokenInbox
+from services.router.tokenizing import Tokenizing
+
+_MAX_CANCELS: Final = 4096
+_STREAMS_SHARE_OF_DRAIN: Final = 0.8
+_LAST_WORDS_SHARE_OF_DRAIN: Final = 0.1
+_SHUTDOWN_TIMEOUT_S: Final = 1.0
+
+
+async def connect_and_start(
+    settings: RouterSettings, lifecycle: Lifecycle, *, clock: Clock, log: Log, entropy: Callable[[int], bytes]
+) -> int:
+    """Start the router on the NATS server of its settings; see `start`."""
+    bus = await NatsBus.connect(
+        settings.nats_url,
+        name=settings.router_id,
+        tasks=lifecycle.tasks,
+        clock=clock,
+        log=log,
+        on_closed=lifecycle.fail,
+    )
+    lifecycle.on_close("bus", bus.close)
+    return await start(settings, lifecycle, bus=bus, clock=clock, log=log, entropy=entropy)
+
+
+async def start(
+    settings: RouterSettings,
+    lifecycle: Lifecycle,
+    *,
+    bus: Bus,
+    clock: Clock,
+    log: Log,
+    entropy: Callable[[int], bytes],
+) -> int:
+    """Start the router on an open bus, and return the port on which it serves.
+
+    When this returns, requests are taken. Draining stops that, waits for what is under way, and tells the rest that it
+    is over. Raises SettingsError for a model that cannot be read, `BusError`, and OSError for a port that is taken.
+    """
+    model = load_model(settings.model, name=settings.model_name, wall_time=clock.wall_time)
+    registry = Metrics()
+    metrics = RouterMetrics(registry)
+    tokenizing = Tokenizing(
+        model, num_threads=settings.tokenizer_threads, inline_chars=settings.inline_tokenizing_chars
+    )
+    lifecycle.on_close("tokenizing", _closing(tokenizing.close))
+
+    fleet = Fleet(bus, clock, log)
+    inbox = TokenInbox(bus, log, router_id=settings.router_id, max_waiting_frames=settings.max_waiting_frames)
+    lifecycle.tasks.create_task(fleet.run(await fleet.open()), name="fleet")
+    lifecycle.tasks.create_task(inbox.run(await inbox.open()), name="token-inbox")
+    await bus.flush()
+
+    cancels = BoundedTasks(
+        lifecycle.tasks,
+        name="cancel",
+        limit=_MAX_CANCELS,
+        on_error=lambda name, error: log.error("cancel_failed", task=name, error=repr(error), exc_info=error),
+    )
+    canceller = Canceller(bus, clock, log, cancels, timeout_s=settings.cancel_timeout_s)
+    admission = Admission(metrics, limit=settings.max_concurrent_requests)
+    generator = Generator(
+        model=model.name,
+        vocabulary=model.vocabulary,
+        fleet=fleet,
+        inbox=inbox,
+        dispatcher=Dispatcher(bus, router_id=settings.router_id, call_timeout_s=settings.call_timeout_s),
+        canceller=canceller,
+        policy=RetryPolicy(
+            max_attempts=settings.max_attempts,
+            first_delay_s=settings.retry_delay_s,
+            max_delay_s=settings.max_retry_delay_s,
+        ),
+        loads=Loads(),
+        metrics=metrics,
+        clock=clock,
+        log=log,
+        rng=random.Random(entropy(8)),  # noqa: S311 - it spreads retries
+    )
+    endpoints = Endpoints(
+        settings=settings,
+        model=model,
+        tokenizing=tokenizing,
+        fleet=fleet,
+        admission=admission,
+        completer=Completer(
+            settings=settings,
+            model=model,
+            fleet=fleet,
+            admission=admission,
+            generator=generator,
+            metrics=metrics,
+            clock=clock,
+            log=log,
+            entropy=entropy,
+        ),
+        lifecycle=lifecycle,
+        admin=AdminRoutes(state=lambda: lifecycle.state, metrics=registry),
+        clock=clock,
+        started_at=int(clock.wall_time()),
+    )
+    runner = _runner(settings, endpoints.routes(), log)
+    lifecycle.on_close("http", runner.cleanup)
+    lifecycle.on_close("cancels", _closing(canceller.close))
+    await runner.setup()
+    site = web.TCPSite(runner, settings.host, settings.port)
+    await site.start()
+    port = int(runner.addresses[0][1])
+    lifecycle.on_drain("requests", lambda: _drain(settings.drain_timeout_s, site, admission, cancels, clock))
+    log.info("router_listening", host=settings.host, port=port, model=model.name)
+    return port
+
+
+def _runner(settings: RouterSettings, routes: Sequence[web.RouteDef], log: Log) -> web.AppRunner:
+    application = web.Application(
+        middlewares=[error_middleware(log, retry_after_s=settings.retry_after_s)],
+        client_max_size=settings.max_body_bytes,
+    )
+    application.add_routes(routes)
+    # Off by default in production, on in aiohttp's test tools: without it nobody hears that a client has gone.
+    return web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
+
+
+async def _drain(
+    drain_timeout_s: float, site: web.TCPSite, admission: Admission, cancels: BoundedTasks, clock: Clock
+) -> None:
+    """Take no more requests, let streams finish, end those that take too long with an error, let cancels be heard."""
+    admission.draining = True
+    await site.stop()
+    last_words_s = drain_timeout_s * _LAST_WORDS_SHARE_OF_DRAIN
+    if not await admission.drain(Deadline.after(clock, drain_timeout_s * _STREAMS_SHARE_OF_DRAIN)):
+        admission.interrupt_all()
+        await admission.drain(Deadline.after(clock, last_words_s))
+    await cancels.wait_idle(Deadline.after(clock, last_words_s))
+
+
+def _closing(close: Callable[[], None]) -> Callable[[], asyncio.Future[None]]:
+    """Return the form of a synchronous close that a life cycle takes."""
+
+    def closed() -> asyncio.Future[None]:
+        close()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    return closed

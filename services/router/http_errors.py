@@ -1,0 +1,77 @@
+"""Errors as HTTP answers, for every path alike, and the request id that each answer carries."""
+
+import re
+import secrets
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from multidict import CIMultiDict
+
+from common.runtime.lifecycle import Log
+from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
+from services.router.core.answers import body, error_body
+
+REQUEST_ID: Final = "x-request-id"
+REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
+
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._:/+=-]")
+_MAX_REQUEST_ID_CHARS: Final = 128
+
+
+def client_request_id(request: web.Request) -> str:
+    """Return the client's own id of a request, made safe to be echoed and logged; empty if there is none.
+
+    It is an attribute and nothing more: ids that the mesh uses are always ours.
+    """
+    return _UNSAFE.sub("", request.headers.get(REQUEST_ID, ""))[:_MAX_REQUEST_ID_CHARS]
+
+
+def error_response(error: ErrorInfo, *, retry_after_s: int) -> web.Response:
+    """Return an error as an HTTP answer. One that a retry may cure says when; any other says that none will."""
+    rule = error.rule
+    headers: CIMultiDict[str] = CIMultiDict({"x-should-retry": "true" if rule.retryable else "false"})
+    if rule.http_status in {429, 503}:
+        headers["Retry-After"] = str(retry_after_s)
+    return web.Response(
+        status=rule.http_status, body=body(error_body(error)), headers=headers, content_type="application/json"
+    )
+
+
+def error_middleware(log: Log, *, retry_after_s: int) -> Middleware:
+    """Return the middleware that turns whatever a handler raises into an answer that clients understand."""
+
+    @web.middleware
+    async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request_id = request[REQUEST_ID_KEY] = client_request_id(request) or secrets.token_hex(8)
+        try:
+            response = await handler(request)
+        except PdmeshError as error:
+            response = error_response(error.info, retry_after_s=retry_after_s)
+        except web.HTTPException as error:
+            response = _translated(request, error)
+        except ConnectionResetError:
+            raise  # the client has gone: nobody reads an answer
+        except Exception as error:
+            # The client is owed an answer, and the log has the rest.
+            log.error("request_crashed", path=request.path, error=repr(error), exc_info=error)  # noqa: TRY400 - Log's
+            info = ErrorInfo(code=ErrorCode.INTERNAL, message="something went wrong inside the server")
+            response = error_response(info, retry_after_s=retry_after_s)
+        if not response.prepared:
+            response.headers[REQUEST_ID] = request_id
+        return response
+
+    return answer_errors
+
+
+def _translated(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
+    """Return aiohttp's own refusals (no such path, no such method, body too large) in our form."""
+    if error.status < 400:
+        raise error
+    code = ErrorCode.BODY_TOO_LARGE if error.status == 413 else ErrorCode.INVALID_REQUEST
+    message = f"{request.method} {request.path}: {error.reason}"
+    info = ErrorInfo(code=code, message=message)
+    headers = {name: value for name, value in error.headers.items() if name == "Allow"}
+    return web.Response(
+        status=error.status, body=body(error_body(info)), headers=headers, content_type="application/json"
+    )

@@ -1,0 +1,78 @@
+"""Token frames from the bus, sorted by request into bounded mailboxes."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from common.bus.port import Bus, Subscription
+from common.runtime.lifecycle import Log
+from contracts import subjects
+from contracts.codec import decode
+from contracts.errors import CodecError, ErrorCode, PdmeshError
+from contracts.requests import TokenFrame
+
+Overflowed = Callable[[PdmeshError], None]
+
+
+class Mailbox:
+    """Frames of one request that wait to be read."""
+
+    def __init__(self, *, limit: int, overflowed: Overflowed) -> None:
+        self._frames: deque[TokenFrame] = deque()
+        self._arrived = asyncio.Event()
+        self._limit = limit
+        self._overflowed = overflowed
+
+    def put(self, frame: TokenFrame) -> None:
+        """Add a frame. If there is no room, the reader is told to end, and the frame is dropped."""
+        if len(self._frames) >= self._limit:
+            message = f"the client does not read: {self._limit} pieces of its answer wait for it"
+            self._overflowed(PdmeshError(message, code=ErrorCode.CANCELLED))
+            return
+        self._frames.append(frame)
+        self._arrived.set()
+
+    async def get(self) -> TokenFrame:
+        """Return the next frame. The caller sets the deadline."""
+        while not self._frames:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._frames.popleft()
+
+
+class TokenInbox:
+    """One subscription for all requests of this router. Frames of requests that are over are thrown away."""
+
+    def __init__(self, bus: Bus, log: Log, *, router_id: str, max_waiting_frames: int) -> None:
+        self._bus = bus
+        self._log = log
+        self._router_id = router_id
+        self._limit = max_waiting_frames
+        self._mailboxes: dict[str, Mailbox] = {}
+
+    async def open(self) -> Subscription:
+        """Subscribe. Pass the subscription to `run`; requests may be sent once this has returned. Raises `BusError`."""
+        return await self._bus.subscribe(subjects.tokens_filter(self._router_id))
+
+    async def run(self, subscription: Subscription) -> None:
+        """Sort frames until the bus is closed."""
+        async with subscription:
+            async for message in subscription:
+                try:
+                    frame = decode(message.data, TokenFrame)
+                except CodecError as error:
+                    self._log.error("token_frame_unreadable", subject=message.subject, reason=error.message)
+                    continue
+                mailbox = self._mailboxes.get(frame.request_id)
+                if mailbox is not None:
+                    mailbox.put(frame)
+
+    @contextmanager
+    def mailbox(self, request_id: str, overflowed: Overflowed) -> Iterator[Mailbox]:
+        """Collect the frames of a request while the context lasts."""
+        box = self._mailboxes[request_id] = Mailbox(limit=self._limit, overflowed=overflowed)
+        try:
+            yield box
+        finally:
+            del self._mailboxes[request_id]

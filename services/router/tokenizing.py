@@ -1,0 +1,67 @@
+"""Text to token ids, without holding up anybody else."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from contracts.errors import ErrorCode, PdmeshError
+from services.router.core.parameters import Prompt, check_token_ids
+from services.router.model_directory import Model
+
+
+class Tokenizing:
+    """Encodes prompts.
+
+    Text longer than `inline_chars` is encoded by one of `num_threads` threads, which leave the interpreter's lock alone;
+    shorter text would wait longer for a thread than it takes.
+    """
+
+    def __init__(self, model: Model, *, num_threads: int, inline_chars: int) -> None:
+        self._model = model
+        self._inline_chars = inline_chars
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+
+    async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the prompt's ids. Raises `PdmeshError` (`invalid_request`) for no ids and for ids out of range."""
+        if isinstance(prompt, str):
+            prompt = await self._run(len(prompt), lambda text: self._encode(text, add_special_tokens), prompt)
+        check_token_ids(prompt, vocab_size=self._model.vocabulary.size)
+        return prompt
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        arguments: Mapping[str, Any] | None,
+        add_generation_prompt: bool = True,
+    ) -> tuple[int, ...]:
+        """Return the ids of a conversation, by the model's template. Raises `PdmeshError` if it cannot be had."""
+        template = self._model.chat_template
+        if template is None:
+            message = f"messages: {self._model.name} has no chat template; the rule is: use /v1/completions"
+            raise PdmeshError(message, code=ErrorCode.INVALID_REQUEST, param="messages")
+
+        def render(turns: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+            text = template.render(turns, add_generation_prompt=add_generation_prompt, arguments=arguments)
+            return self._encode(text, add_special_tokens=False)  # the template writes them itself
+
+        ids = await self._run(sum(len(turn["content"]) for turn in messages), render, messages)
+        check_token_ids(ids, vocab_size=self._model.vocabulary.size)
+        return ids
+
+    def close(self) -> None:
+        """End the threads; what they still encode is not waited for. Twice is fine."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, num_chars: int, work: Any, argument: Any) -> tuple[int, ...]:
+        if num_chars <= self._inline_chars:
+            ids: tuple[int, ...] = work(argument)
+        else:
+            ids = await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        # The batch call releases the interpreter's lock while it works; the plain one does not.
+        batch = self._model.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(batch[0].ids)
