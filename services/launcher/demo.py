@@ -26,7 +26,6 @@ _NUM_TOKENS: Final = 48
 _NUM_REQUESTS: Final = 2
 _EVENTS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.1
-_LAST_WORDS: Final = {EventName.PREFILL_RELEASED, EventName.DECODE_RELEASED}
 
 
 class Demo:
@@ -71,7 +70,7 @@ class Demo:
             told_of = by_handoff((await read_all(bus)).events)
             handoffs = {name: events for name, events in told_of.items() if name not in others}
             finished = [name for name, events in handoffs.items() if is_finished(events)]
-            told = [name for name in finished if {event.event for event in handoffs[name]} >= _LAST_WORDS]
+            told = [name for name in finished if _gave_memory_back(handoffs[name])]
             if len(told) >= _NUM_REQUESTS:
                 return handoffs
             if deadline.passed:
@@ -80,3 +79,9 @@ class Demo:
                     f" their memory released; expected {_NUM_REQUESTS} after {_EVENTS_WITHIN_S:.0f} s"
                 )
             await self._clock.sleep(_POLL_S)
+
+
+def _gave_memory_back(events: list[HandoffEvent]) -> bool:
+    names = {event.event for event in events}
+    mixed = any(event.mixed_worker is not None for event in events)
+    return EventName.DECODE_RELEASED in names and (mixed or EventName.PREFILL_RELEASED in names)

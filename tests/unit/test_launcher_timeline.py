@@ -31,15 +31,13 @@ def _event(name: EventName, at_ms: float, service: str, *, boot_ns: int = 10**12
     )
 
 
-def _push(
-    start_ms: float, duration_ms: float, rank: int, role: str = "key", told_ms: float | None = None
-) -> HandoffEvent:
+def _push(start_ms: float, end_ms: float, rank: int, role: str = "key", busy_ms: float | None = None) -> HandoffEvent:
     return _event(
         EventName.PART_PUSHED,
-        told_ms if told_ms is not None else start_ms + duration_ms,
+        end_ms,
         "prefill",
         started_ns=10**12 + round(start_ms * _MS),
-        duration_ms=duration_ms,
+        duration_ms=end_ms - start_ms if busy_ms is None else busy_ms,
         num_bytes=1000,
         num_parts=1,
         source_rank=rank,
@@ -67,18 +65,17 @@ def _story() -> list[HandoffEvent]:
         _event(EventName.DECODE_RESERVED, 2, "broker", duration_ms=1.5, rpc_ms=1.2),
         _layer(5, 5, 0),
         _layer(10, 10, 3),
-        _push(12, 4, 0),
-        _push(16, 8, 1, "ssm"),
+        _push(12, 16, 0),
+        _push(16, 24, 1, "ssm"),
         _event(EventName.RANK_PUSHED, 25, "prefill", source_rank=0, num_bytes=1000, num_parts=1),
         _event(EventName.PREFILL_FINISHED, 26, "prefill", num_tokens=32),
-        _event(EventName.TAKEN_OVER, 27.5, "decode"),
-        _event(EventName.TAKEN_OVER, 29, "broker"),
+        _event(EventName.TAKEN_OVER, 29, "broker", started_ns=10**12 + round(27.5 * _MS), total_ms=0.5),
         _event(EventName.REQUEST_FINISHED, 50, "broker", finish_reason="stop"),
     ]
 
 
 def test_figures_come_from_the_events() -> None:
-    """Overlap clips each push at the end of compute; takeover ends at the decode worker's own word."""
+    """Overlap clips each push at the end of compute; takeover ends at the first decode step."""
     timeline = build(_story())
     assert timeline.overlap == pytest.approx((4 + 4) / 12)
     assert timeline.takeover_ms == pytest.approx(3.5)
@@ -111,19 +108,22 @@ def test_order_and_repeats_change_nothing() -> None:
     assert build(shuffled) == build(_story())
 
 
-def test_a_push_told_late_counts_when_it_happened() -> None:
-    """Ranks measure, their worker publishes afterwards: the measured end is the end."""
-    late = [_push(12, 4, 0, told_ms=40) if event == _push(12, 4, 0) else event for event in _story()]
-    assert build(late).takeover_ms == build(_story()).takeover_ms
+def test_a_part_in_pieces_counts_its_busy_time() -> None:
+    """A part that waits for later chunks between its pieces is busy for less time than it is open."""
+    events = [event for event in _story() if event.event is not EventName.PART_PUSHED]
+    timeline = build([*events, _push(6, 21, 0, busy_ms=4)])
+    assert timeline.overlap == pytest.approx(3 / 4)
+    (row,) = (row for row in timeline.rows if row.name == "push, rank 0")
+    assert (row.at_ms, row.duration_ms) == (6, 15)
 
 
 def test_processes_on_two_hosts_are_joined_by_the_wall_clock() -> None:
     """Monotonic clocks of two hosts have nothing in common, so their events are placed by wall time."""
     moved = [
-        msgspec.structs.replace(event, at_ns=event.at_ns - 10**11) if event.service == "decode" else event
+        msgspec.structs.replace(event, at_ns=event.at_ns - 10**11) if event.service == "broker" else event
         for event in _story()
     ]
-    assert build(moved).takeover_ms == pytest.approx(3.5, abs=0.01)
+    assert build(moved).takeover_ms == pytest.approx(5, abs=0.01)
 
 
 def test_an_unfinished_request_says_so() -> None:

@@ -75,7 +75,7 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
     ordered = sorted(times, key=lambda event: (times[event], _ORDER[event.event]))
     pushes = [event for event in ordered if event.event is EventName.PART_PUSHED]
     layers = [event for event in ordered if event.event is EventName.LAYER_COMPUTED]
-    starts = {event: times[event] - _duration_ns(event) for event in pushes + layers}
+    starts = {event: times[event] - _length_ns(event) for event in pushes + layers}
     origin = min(*times.values(), *starts.values()) if starts else min(times.values())
     pushed_ranks = {event.source_rank for event in pushes}
     rows = [
@@ -96,7 +96,7 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
         rows=tuple(sorted(rows, key=lambda row: row.at_ms)),
         num_bytes=sum(event.num_bytes or 0 for event in carried),
         num_parts=sum(1 if event.num_parts is None else event.num_parts for event in carried),
-        overlap=_overlap(pushes, starts, times, _compute_end(ordered, times)),
+        overlap=_overlap(pushes, times, _compute_end(ordered, times)),
         takeover_ms=_takeover(ordered, pushes, times),
         total_ms=(times[ends[-1]] - origin) / _MS if ends else None,
     )
@@ -108,14 +108,14 @@ def _times(events: list[HandoffEvent]) -> dict[HandoffEvent, int]:
     for event in events:
         offsets.setdefault((event.service, event.instance), _wall_ns(event) - event.at_ns)
     if max(offsets.values()) - min(offsets.values()) <= _SAME_CLOCK_NS:
-        offsets = dict.fromkeys(offsets, 0)
-    return {event: _moment_ns(event) + offsets[event.service, event.instance] for event in events}
+        return {event: _moment_ns(event) for event in events}
+    return {event: event.at_ns + offsets[event.service, event.instance] for event in events}
 
 
 def _moment_ns(event: HandoffEvent) -> int:
-    """When it happened. Ranks measure layers and pushes; their worker tells of them later, so `at_ns` would be too late."""
-    if event.event in _FOLDED and event.started_ns is not None and event.duration_ms is not None:
-        return event.started_ns + round(event.duration_ms * _MS)
+    """When it happened: of a takeover the first decode step, of which the broker tells a little later."""
+    if event.event is EventName.TAKEN_OVER and event.started_ns is not None:
+        return event.started_ns
     return event.at_ns
 
 
@@ -123,11 +123,21 @@ def _wall_ns(event: HandoffEvent) -> int:
     return round(datetime.fromisoformat(event.at).timestamp() * 1e9)
 
 
-def _duration_ns(event: HandoffEvent) -> int:
-    """How long what ended with this event took. An event that does not tell is a moment."""
+def _busy_ns(event: HandoffEvent) -> int:
+    """How long it took. A part pushed in several pieces is busy for less than the time from its first start to its end."""
     if event.duration_ms is not None:
         return round(event.duration_ms * _MS)
     return 0 if event.started_ns is None else event.at_ns - event.started_ns
+
+
+def _length_ns(event: HandoffEvent) -> int:
+    """From its first start to its end. An event that tells neither is a moment."""
+    return _busy_ns(event) if event.started_ns is None else event.at_ns - event.started_ns
+
+
+def _shown_ms(event: HandoffEvent) -> float | None:
+    """The one duration that stands for the phase."""
+    return next((ms for ms in (event.duration_ms, event.rpc_ms, event.total_ms) if ms is not None), None)
 
 
 def _row(event: HandoffEvent, at_ms: float) -> Row:
@@ -135,7 +145,7 @@ def _row(event: HandoffEvent, at_ms: float) -> Row:
         at_ms=at_ms,
         name=event.event.value.replace("_", " "),
         who=event.instance or event.service,
-        duration_ms=event.duration_ms,
+        duration_ms=_shown_ms(event),
         num_bytes=event.num_bytes,
         num_parts=event.num_parts,
         detail=_detail(event),
@@ -222,24 +232,19 @@ def _compute_end(events: Sequence[HandoffEvent], times: dict[HandoffEvent, int])
     return min((times[event] for event in events if event.event is EventName.PREFILL_FINISHED), default=None)
 
 
-def _overlap(
-    pushes: Sequence[HandoffEvent],
-    starts: dict[HandoffEvent, int],
-    times: dict[HandoffEvent, int],
-    compute_end: int | None,
-) -> float | None:
-    whole = sum(times[event] - starts[event] for event in pushes)
+def _overlap(pushes: Sequence[HandoffEvent], times: dict[HandoffEvent, int], compute_end: int | None) -> float | None:
+    """What ended after the compute did was busy in the end: that much of its push time was not hidden."""
+    whole = sum(_busy_ns(event) for event in pushes)
     if compute_end is None or whole <= 0:
         return None
-    return sum(max(0, min(times[event], compute_end) - starts[event]) for event in pushes) / whole
+    late = sum(min(_busy_ns(event), max(0, times[event] - compute_end)) for event in pushes)
+    return 1 - late / whole
 
 
 def _takeover(
     events: Sequence[HandoffEvent], pushes: Sequence[HandoffEvent], times: dict[HandoffEvent, int]
 ) -> float | None:
-    """From the last byte to the first decode step, as the decode worker tells it; else as the broker heard of it."""
-    taken = [event for event in events if event.event is EventName.TAKEN_OVER]
-    told = [times[event] for event in taken if event.service == "decode"] or [times[event] for event in taken]
+    told = [times[event] for event in events if event.event is EventName.TAKEN_OVER]
     if not told or not pushes:
         return None
     return (min(told) - max(times[event] for event in pushes)) / _MS
