@@ -19,6 +19,9 @@ from typing import Protocol, Self
 DEFAULT_TIMEOUT = 5.0
 """Seconds that a call without a timeout of its own may take."""
 
+MESSAGE_ID_HEADER = "Nats-Msg-Id"
+"""Carries the id by which a stream recognises a repeat."""
+
 Headers = Mapping[str, str]
 
 
@@ -53,6 +56,8 @@ class Subscription(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Message]: ...
 
+    async def __anext__(self) -> Message: ...
+
     async def unsubscribe(self) -> None:
         """Stop. Messages that wait are discarded. Twice is fine, and so is doing it while disconnected."""
         ...
@@ -74,8 +79,6 @@ class BucketConfig:
     """Seconds after which a value that was not written again disappears; 0: never. No watch event tells of it."""
     history: int = 1
     """Values kept per key."""
-    max_bytes: int = -1
-    """Size at which writes are refused; -1: none."""
     replicas: int = 1
 
 
@@ -111,6 +114,8 @@ class Watch(Protocol):
     """
 
     def __aiter__(self) -> AsyncIterator[Entry | Snapshot]: ...
+
+    async def __anext__(self) -> Entry | Snapshot: ...
 
     async def stop(self) -> None:
         """Stop. Twice is fine."""

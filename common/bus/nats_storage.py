@@ -1,0 +1,162 @@
+"""JetStream's JSON API: streams, stored messages, compare-and-set. What buckets, readers and events stand on.
+
+Source of requests, answers and error codes: the JetStream API of nats-server 2.11 and later.
+"""
+
+import base64
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final
+
+from common.bus.errors import BusError, BusUnavailable, NoResponders, RevisionConflict, StorageRefused
+from common.bus.nats_requests import Requests
+from common.bus.port import BucketConfig, Headers, Stored, StreamConfig
+
+API_TIMEOUT_S: Final = 5.0
+EXPECTED_REVISION_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
+
+_API: Final = "$JS.API"
+_NANOSECONDS: Final = 1_000_000_000
+_DEFAULT_DUPLICATE_WINDOW_S: Final = 120.0
+
+_WRONG_LAST_SEQUENCE: Final = (10071, 10164)
+_NAME_IN_USE: Final = 10058
+_TEMPORARY: Final = frozenset({503})
+
+
+class NotStored(BusError):  # noqa: N818 - a state, like its siblings in `errors`
+    """There is no such message, stream or consumer."""
+
+
+class JetStream:
+    """Typed calls of the API over one connection."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._ensured: dict[str, dict[str, Any]] = {}
+
+    async def call(self, verb: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Call `$JS.API.{verb}`. Raises NotStored, StorageRefused, BusUnavailable, BusTimeout."""
+        data = json.dumps(body).encode() if body is not None else b""
+        try:
+            answer = await self._requests.ask(f"{_API}.{verb}", data, timeout_s=API_TIMEOUT_S)
+        except NoResponders as error:
+            raise BusUnavailable(f"the server does not answer {verb}: JetStream is not up", maybe_done=False) from error
+        return _checked(verb, json.loads(answer.data))
+
+    async def store(self, subject: str, data: bytes, headers: Headers | None = None) -> int:
+        """Publish into the stream that captures the subject, and return its sequence there.
+
+        Raises RevisionConflict if an expected revision is not met, StorageRefused, BusUnavailable, BusTimeout.
+        """
+        try:
+            answer = await self._requests.ask(subject, data, timeout_s=API_TIMEOUT_S, headers=headers)
+        except NoResponders as error:
+            raise BusUnavailable(f"nothing stores {subject} now", maybe_done=False) from error
+        try:
+            return int(_checked(subject, json.loads(answer.data))["seq"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            # Somebody who subscribes to a stream's subject has answered in the place of the stream.
+            raise StorageRefused(f"{subject} was answered by something else than a stream") from error
+
+    async def last_message(self, stream: str, subject: str) -> Stored:
+        """Return the last message of one subject, from the stream's leader. Raises NotStored if there is none."""
+        answer = await self.call(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
+        message = answer["message"]
+        return Stored(
+            subject=message["subject"],
+            data=base64.b64decode(message.get("data", "")),
+            headers=_headers_of(base64.b64decode(message.get("hdrs", ""))),
+            sequence=int(message["seq"]),
+            time=datetime.fromisoformat(_six_digits(message["time"])).timestamp(),
+        )
+
+    async def info(self, stream: str) -> dict[str, Any]:
+        """Return what the server says of a stream. Raises NotStored if there is none."""
+        return await self.call(f"STREAM.INFO.{stream}")
+
+    async def ensure(self, config: dict[str, Any]) -> None:
+        """Create the stream, or change it to `config`; `ensure_again` will repeat it. Raises StorageRefused."""
+        name = config["name"]
+        try:
+            await self.call(f"STREAM.CREATE.{name}", config)
+        except StorageRefused as error:
+            if error.param != str(_NAME_IN_USE):
+                raise
+            await self.call(f"STREAM.UPDATE.{name}", config)
+        self._ensured[name] = config
+
+    async def ensure_again(self) -> None:
+        """Bring back whatever a server with an empty store no longer has."""
+        for config in list(self._ensured.values()):
+            await self.ensure(config)
+
+
+def bucket_stream(config: BucketConfig) -> dict[str, Any]:
+    """Return the stream that is the bucket, as every NATS tool expects it: KV_NAME, a subject a key."""
+    window_s = min(config.ttl_s or _DEFAULT_DUPLICATE_WINDOW_S, _DEFAULT_DUPLICATE_WINDOW_S)
+    return {
+        **_stream(f"KV_{config.name}", [f"$KV.{config.name}.>"], config.ttl_s, window_s, config.replicas),
+        "max_msgs_per_subject": config.history,
+        "discard": "new",
+        "allow_rollup_hdrs": True,
+        "allow_direct": True,
+        "deny_delete": True,
+    }
+
+
+def event_stream(config: StreamConfig) -> dict[str, Any]:
+    """Return the stream of an event log."""
+    return {
+        **_stream(config.name, list(config.subjects), config.max_age_s, config.duplicate_window_s, config.replicas),
+        "max_bytes": config.max_bytes,
+        "max_msg_size": config.max_message_bytes,
+        "discard": "old",
+    }
+
+
+def _stream(name: str, subjects: list[str], age_s: float, window_s: float, replicas: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "subjects": subjects,
+        "retention": "limits",
+        "storage": "file",  # memory would vanish with the server
+        "max_age": round(age_s * _NANOSECONDS),
+        "duplicate_window": round(window_s * _NANOSECONDS),
+        "num_replicas": replicas,
+        "max_msgs": -1,
+        "max_bytes": -1,
+        "max_msg_size": -1,
+        "max_consumers": -1,
+    }
+
+
+def _checked(what: str, answer: dict[str, Any]) -> dict[str, Any]:
+    error = answer.get("error")
+    if error is None:
+        return answer
+    code, detail = int(error.get("code", 0)), int(error.get("err_code", 0))
+    text = f"{what}: {error.get('description', 'refused')} (code {code}, {detail})"
+    if detail in _WRONG_LAST_SEQUENCE:
+        raise RevisionConflict(text)
+    if code == 404:
+        raise NotStored(text)
+    if code in _TEMPORARY:
+        raise BusUnavailable(text, maybe_done=True)
+    raise StorageRefused(text, param=str(detail))
+
+
+def _headers_of(block: bytes) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for line in block.decode("utf-8", "replace").split("\r\n")[1:]:
+        name, colon, value = line.partition(":")
+        if colon:
+            headers[name.strip()] = value.strip()
+    return headers
+
+
+def _six_digits(text: str) -> str:
+    """Cut the server's nanoseconds down to what `datetime` reads."""
+    whole, dot, fraction = text.removesuffix("Z").partition(".")
+    return f"{whole}{dot}{fraction[:6].ljust(6, '0') if dot else ''}+00:00"
