@@ -1,0 +1,60 @@
+"""What the bus can carry, and which patterns cover what."""
+
+import pytest
+
+from common.bus.errors import InvalidSubject, PayloadTooLarge
+from common.bus.rules import check_key, check_message, check_name, check_pattern, check_subject, matches
+from contracts.codec import MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "expected"),
+    [
+        ("a.b", "a.b", True),
+        ("a.b", "a.b.c", False),
+        ("a.b.c", "a.b", False),
+        ("a.*", "a.b", True),
+        ("a.*", "a", False),
+        ("a.*", "a.b.c", False),
+        ("*.b", "a.b", True),
+        ("a.>", "a", False),
+        ("a.>", "a.b", True),
+        ("a.>", "a.b.c", True),
+        ("a.*.>", "a.b", False),
+        ("a.*.>", "a.b.c", True),
+        (">", "a", True),
+        ("A.b", "a.b", False),
+    ],
+)
+def test_patterns_cover_what_nats_says(pattern: str, subject: str, expected: bool) -> None:
+    """`*` is one token, a final `>` one or more, case counts."""
+    assert matches(pattern, subject) is expected
+
+
+def test_good_names_pass() -> None:
+    """What the subject table and the buckets use."""
+    check_subject("pd.v1.rpc.decode.worker-0_a.reserve")
+    check_subject("$KV.PD_WORKERS.decode-0")
+    check_pattern("pd.v1.ev.*.h1.>")
+    check_key("decode-0")
+    check_key("a/b=c.D_1")
+    check_name("PD_EVENTS")
+    check_message(b"", None)
+    check_message(b"", {})
+
+
+def test_the_size_counts_headers_as_they_travel() -> None:
+    """Payload, 12 bytes for the block, and each header's name, value and 4 bytes."""
+    headers = {"ab": "cde"}
+    room = MAX_MESSAGE_BYTES - 12 - 2 - 3 - 4
+    check_message(bytes(room), headers)
+    with pytest.raises(PayloadTooLarge, match=f"{MAX_MESSAGE_BYTES + 1} bytes"):
+        check_message(bytes(room + 1), headers)
+
+
+def test_the_error_names_value_and_rule() -> None:
+    """A reader of the log knows what to change."""
+    with pytest.raises(InvalidSubject, match=r"subject: 'a\.\*' is not allowed; the rule is: .*no wildcards"):
+        check_subject("a.*")
+    with pytest.raises(InvalidSubject, match="name: 'a'"):
+        check_name("a")
