@@ -13,7 +13,7 @@ from contracts.errors import PdmeshError
 
 T = TypeVar("T")
 
-_CONNECT_S: Final = 5.0
+_CONNECT_S: Final = 3.0
 
 
 async def with_bus(url: str, use: Callable[[Bus], Awaitable[T]], *, say: Callable[[str], None]) -> T:
