@@ -12,14 +12,13 @@ A rank proves that it lives by an open-file-description lock on its byte: the ke
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import struct
 from typing import Final
 
+from common.dataplane.ofd_lock import is_locked, reopen, try_lock
 from common.engine.collectives import futex
 from common.engine.collectives.port import CollectiveAbortedError
 from contracts.errors import InvalidValueError
@@ -38,7 +37,6 @@ _ABORT_WORD: Final = 16
 _REASON_OFFSET: Final = 128
 _REASON_BYTES: Final = 512
 _LOCK_OFFSET: Final = 2048
-_FLOCK: Final = struct.Struct("hhqqi4x")
 MAX_RANKS: Final = 256
 DEFAULT_SLOT_BYTES: Final = 1 << 18
 
@@ -96,12 +94,12 @@ class GroupMemory:
         Raises `CollectiveAbortedError` when that rank has joined before: a group cannot be joined twice.
         """
         # A received descriptor shares its locks with the sender's; one opened anew has its own.
-        memory = cls(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        memory = cls(reopen(fd))
         if not 0 <= rank < memory.size:
             memory.close()
             raise InvalidValueError(field="rank", value=rank, rule=f"0 to {memory.size - 1}")
         joined = memory.line(0, rank) + JOINED
-        if not memory._try_lock(rank) or memory.words[joined]:
+        if not try_lock(memory.fileno(), _LOCK_OFFSET + rank, exclusive=True) or memory.words[joined]:
             memory.close()
             raise CollectiveAbortedError(f"rank {rank} has already joined this group")
         memory.words[joined] = 1
@@ -145,25 +143,16 @@ class GroupMemory:
         """Whether `rank` had joined and has left or died since."""
         if not self.words[self.line(0, rank) + JOINED]:
             return False
-        query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LOCK_OFFSET + rank, 1, 0)
         try:
-            answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, query)
+            return not is_locked(self._fd, _LOCK_OFFSET + rank)
         except OSError:
-            return True
-        return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
+            return True  # this end is closed
 
     def close(self) -> None:
         """Leave: peers that wait for this rank fail. Idempotent. The mapping goes when the last view of it does."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _try_lock(self, rank: int) -> bool:
-        claim = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LOCK_OFFSET + rank, 1, 0)
-        with contextlib.suppress(BlockingIOError, PermissionError):
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, claim)
-            return True
-        return False
 
 
 def _slots_offset(size: int, num_levels: int) -> int:

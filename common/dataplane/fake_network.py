@@ -1,0 +1,136 @@
+"""What the endpoints of a fake data plane share: their regions, and the faults that a test plants."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from common.dataplane.port import MAX_GENERATION, Quiescence, WriteGrant
+from contracts.dataplane import RegionDescriptor
+from contracts.errors import InvalidValueError
+
+TRANSPORT: Final = "fake"
+
+
+class FaultKind(enum.Enum):
+    """What a planted fault does to one transfer."""
+
+    HOLD = "hold"
+    """Wait, with the grant's lock held and before a byte moves, until the fault's `gate` is set."""
+    FAIL_BEFORE = "fail_before"
+    """FAILED_QUIESCED, with nothing copied."""
+    FAIL_AFTER = "fail_after"
+    """FAILED_QUIESCED, with everything copied."""
+    INDETERMINATE = "indeterminate"
+    """INDETERMINATE, with nothing copied yet: the bytes land, and the lock is let go, when `settle` is called."""
+    CORRUPT = "corrupt"
+    """DONE, but the first byte that was copied is wrong."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault for one transfer. `entered` is set when a HOLD begins, so that a test needs no sleep."""
+
+    kind: FaultKind
+    gate: threading.Event = msgspec.field(default_factory=threading.Event)
+    entered: threading.Event = msgspec.field(default_factory=threading.Event)
+
+
+class FakeNetwork:
+    """What the endpoints of one test share: regions by address, and the faults still to come."""
+
+    def __init__(self) -> None:
+        self.regions: Final[dict[tuple[str, str, str], FakeRegion]] = {}
+        self.faults: Final[deque[Fault]] = deque()
+        self.late: Final[list[Callable[[], None]]] = []
+
+    def plant(self, *faults: Fault) -> None:
+        """Give each of `faults` to one of the next transfers, in order."""
+        self.faults.extend(faults)
+
+    def settle(self) -> None:
+        """Let the bytes of every INDETERMINATE transfer land now."""
+        while self.late:
+            self.late.pop(0)()
+
+
+class FakeRegion:
+    """Memory of one endpoint. See `port.Region`."""
+
+    def __init__(self, network: FakeNetwork, descriptor: RegionDescriptor, *, now: Callable[[], float]) -> None:
+        """Use `FakeDataPlane.allocate`."""
+        for field, value in (("nbytes", descriptor.length), ("num_cells", descriptor.num_cells)):
+            if value <= 0:
+                raise InvalidValueError(field=field, value=value, rule="more than 0")
+        self._network = network
+        self._now = now
+        self.descriptor: Final = descriptor
+        self.data: Final = memoryview(bytearray(descriptor.length))
+        self.cells: Final = [0] * descriptor.num_cells
+        self.changed: Final = threading.Condition()
+        self.num_writers: Final[dict[int, int]] = {}
+        self.alive = True
+        network.regions[address_of(descriptor)] = self
+
+    def generation(self, cell: int) -> int:
+        """The value of one generation cell."""
+        self._check_cells((cell,))
+        return self.cells[cell]
+
+    def set_generations(self, cells: Sequence[int], value: int) -> None:
+        """Store `value` into `cells`; they only rise."""
+        self._check_cells(cells)
+        if not 0 < value <= MAX_GENERATION:
+            raise InvalidValueError(field="value", value=value, rule=f"1 to {MAX_GENERATION}")
+        with self.changed:
+            for cell in cells:
+                if self.cells[cell] > value:
+                    rule = f"generations only rise, and cell {cell} holds {self.cells[cell]}"
+                    raise InvalidValueError(field="value", value=value, rule=rule)
+            for cell in cells:
+                self.cells[cell] = value
+
+    def revoke(self, cells: Sequence[int], lock_cell: int, value: int, deadline: float) -> Quiescence:
+        """Raise `cells` to `value`, then wait for the writers that hold `lock_cell`."""
+        self._check_cells((lock_cell,))
+        self.set_generations(cells, value)
+        with self.changed:
+            if not self.alive:
+                return Quiescence.CANNOT_TELL
+            timeout_s = max(0.0, deadline - self._now())
+            idle = self.changed.wait_for(lambda: not self.num_writers.get(lock_cell), timeout_s)
+        return Quiescence.YES if idle else Quiescence.NO
+
+    def close(self) -> None:
+        """Stop serving the region. Idempotent."""
+        self.alive = False
+        self._network.regions.pop(address_of(self.descriptor), None)
+
+    def holds(self, grant: WriteGrant) -> bool:
+        """Whether the grant is the current one of all its cells."""
+        return all(self.cells[cell] == grant.generation for cell in grant.cells)
+
+    def enter(self, lock_cell: int) -> None:
+        """A writer takes its share of the grant's lock."""
+        with self.changed:
+            self.num_writers[lock_cell] = self.num_writers.get(lock_cell, 0) + 1
+
+    def leave(self, lock_cell: int) -> None:
+        """A writer gives its share back."""
+        with self.changed:
+            self.num_writers[lock_cell] -= 1
+            self.changed.notify_all()
+
+    def _check_cells(self, cells: Sequence[int]) -> None:
+        for cell in cells:
+            if not 0 <= cell < len(self.cells):
+                raise InvalidValueError(field="cells", value=cell, rule=f"0 to {len(self.cells) - 1}")
+
+
+def address_of(descriptor: RegionDescriptor) -> tuple[str, str, str]:
+    """What a region is found by."""
+    return (descriptor.peer_id, descriptor.incarnation, descriptor.region_id)

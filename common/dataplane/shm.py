@@ -1,0 +1,106 @@
+"""The data plane of one host: shared memory, at the speed of memcpy. The default, and it needs nothing but Linux.
+
+A writer takes a shared lock on its grant's byte, checks the generation of every cell that the grant names, copies, and lets the
+byte go. A revoker raises the generations and then takes the byte exclusively: when it has it, no older writer is left. The
+kernel drops the lock of a writer that dies; one that is frozen keeps it, and its revoker answers NO.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from common.dataplane.fd_server import FdServer, RegionRequest, request_fd
+from common.dataplane.ofd_lock import reopen
+from common.dataplane.port import Capabilities, DataPlaneError
+from common.dataplane.shm_region import TRANSPORT, ShmRegion
+from common.dataplane.shm_remote import ShmRemoteRegion
+from contracts.dataplane import DESCRIPTOR_VERSION, Memory, RegionDescriptor
+
+
+class ShmDataPlane:
+    """One process's end of the shared-memory transport. See `port.DataPlane`."""
+
+    capabilities: Final = Capabilities(
+        read=True,
+        write=True,
+        external_memory=False,
+        cancel=True,
+        needs_remote_progress=False,
+        revocable=True,
+        max_batch=1 << 20,
+        device_types=("cpu",),
+    )
+
+    def __init__(self, directory: Path, *, peer_id: str, incarnation: str, now: Callable[[], float]) -> None:
+        """Serve regions from a socket in `directory`, which peers must see under the same path; deadlines are on `now`'s clock."""
+        self.peer_id: Final = peer_id
+        self.incarnation: Final = incarnation
+        self.now: Final = now
+        self.server: Final = FdServer(directory)
+        self._guard = threading.Lock()
+        self._num_allocated = 0
+        self._regions: list[ShmRegion] = []
+        self._remotes: list[ShmRemoteRegion] = []
+        self._closed = False
+
+    def allocate(self, nbytes: int, num_cells: int) -> ShmRegion:
+        """Allocate, prefault and serve a region."""
+        with self._guard:
+            if self._closed:
+                raise DataPlaneError("this data plane is closed")
+            # The ranks of a worker share its incarnation; the socket's name tells their regions apart.
+            region_id = f"{self.server.path.stem}-{self._num_allocated}"
+            self._num_allocated += 1
+            request = RegionRequest(peer_id=self.peer_id, incarnation=self.incarnation, region_id=region_id)
+            region = ShmRegion(self.server, request, nbytes, num_cells, now=self.now)
+            self._regions.append(region)
+            return region
+
+    def connect(self, descriptor: RegionDescriptor, deadline: float) -> ShmRemoteRegion:
+        """Map a peer's region."""
+        if (
+            descriptor.transport != TRANSPORT
+            or descriptor.version != DESCRIPTOR_VERSION
+            or descriptor.memory is not Memory.HOST
+        ):
+            shown = f"{descriptor.transport} version {descriptor.version} in {descriptor.memory} memory"
+            raise DataPlaneError(
+                f"descriptor: {shown} cannot be reached; only {TRANSPORT} version {DESCRIPTOR_VERSION} in host memory"
+            )
+        request = RegionRequest(
+            peer_id=descriptor.peer_id, incarnation=descriptor.incarnation, region_id=descriptor.region_id
+        )
+        connection, received = request_fd(descriptor.opaque, request, deadline - self.now())
+        try:
+            fd = reopen(received)
+        except OSError as error:
+            connection.close()
+            raise DataPlaneError(f"the peer's descriptor cannot be opened: {error}") from error
+        finally:
+            os.close(received)
+        try:
+            remote = ShmRemoteRegion(descriptor, connection, fd, self.now)
+        except (DataPlaneError, OSError) as error:
+            connection.close()
+            os.close(fd)
+            raise DataPlaneError(f"the peer's region cannot be mapped: {error}") from error
+        with self._guard:
+            self._remotes = [other for other in self._remotes if not other.closed] + [remote]
+            closed = self._closed
+        if closed:
+            remote.close()
+        return remote
+
+    def close(self) -> None:
+        """Close every region and connection, and remove the socket. Idempotent."""
+        with self._guard:
+            self._closed = True
+        for remote in self._remotes:
+            remote.close()
+        for region in self._regions:
+            region.close()
+        self.server.close()

@@ -1,0 +1,100 @@
+"""The memory of one shared-memory region: a sealed, prefaulted memfd with a header of generation cells before its data.
+
+page 0      magic, version, num_cells, length
+cells       u64 each; the first byte of a cell is also its lock byte
+data        begins on a page, `length` bytes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Final
+
+from common.dataplane.port import MAX_GENERATION, DataPlaneError
+from contracts.errors import InvalidValueError
+
+PAGE_BYTES: Final = 4096
+CELL_BYTES: Final = 8
+_HEADER: Final = struct.Struct("<4sIQQ")
+_MAGIC: Final = b"pdrg"
+_VERSION: Final = 1
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def data_offset(num_cells: int) -> int:
+    """Where the data of a region with `num_cells` cells begins in its file."""
+    return PAGE_BYTES + -(-num_cells * CELL_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+
+def lock_offset(cell: int) -> int:
+    """The file offset of a cell's lock byte."""
+    return PAGE_BYTES + cell * CELL_BYTES
+
+
+def create_memory(nbytes: int, num_cells: int) -> int:
+    """A new memfd for `nbytes` of data and `num_cells` cells, all zero; the caller owns the descriptor.
+
+    Its pages are reserved at once (`DataPlaneError` when the host has too few) and its size is sealed, so that no peer can make
+    this process fault on a page that went away.
+    """
+    if nbytes <= 0:
+        raise InvalidValueError(field="nbytes", value=nbytes, rule="more than 0")
+    if num_cells <= 0:
+        raise InvalidValueError(field="num_cells", value=num_cells, rule="more than 0")
+    fd = os.memfd_create("pdmesh-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, data_offset(num_cells) + nbytes)
+        os.pwrite(fd, _HEADER.pack(_MAGIC, _VERSION, num_cells, nbytes), 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        raise DataPlaneError(f"a region of {nbytes} bytes cannot be allocated: {error}") from error
+    return fd
+
+
+class RegionMemory:
+    """A mapping of a region's file, in its owner or in a peer. It is unmapped when the last view of it is gone."""
+
+    def __init__(self, fd: int, num_cells: int, length: int) -> None:
+        """Map the region behind `fd` (borrowed). Raises `DataPlaneError` when the file is not such a region."""
+        header = os.pread(fd, _HEADER.size, 0)
+        expected = _HEADER.pack(_MAGIC, _VERSION, num_cells, length)
+        total = data_offset(num_cells) + length
+        if header != expected or os.fstat(fd).st_size < total or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise DataPlaneError(f"the peer's file is not a sealed region of {num_cells} cells and {length} bytes")
+        self.num_cells: Final = num_cells
+        self.length: Final = length
+        self.map: Final = mmap.mmap(fd, total, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        whole = memoryview(self.map)
+        self.cells: Final = whole[PAGE_BYTES : PAGE_BYTES + num_cells * CELL_BYTES].cast("Q")
+        self.data: Final = whole[data_offset(num_cells) :]
+        self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + data_offset(num_cells)
+
+    def check_cells(self, cells: Sequence[int]) -> None:
+        """Raise `InvalidValueError` unless every cell lies in the header."""
+        for cell in cells:
+            if not 0 <= cell < self.num_cells:
+                raise InvalidValueError(field="cells", value=cell, rule=f"0 to {self.num_cells - 1}")
+
+    def raise_cells(self, cells: Sequence[int], value: int) -> None:
+        """Store `value` into `cells`. Raises `InvalidValueError`, before any is changed, when a cell holds a newer one."""
+        self.check_cells(cells)
+        if not 0 < value <= MAX_GENERATION:
+            raise InvalidValueError(field="value", value=value, rule=f"1 to {MAX_GENERATION}")
+        for cell in cells:
+            if self.cells[cell] > value:
+                rule = f"generations only rise, and cell {cell} holds {self.cells[cell]}"
+                raise InvalidValueError(field="value", value=value, rule=rule)
+        for cell in cells:
+            self.cells[cell] = value
+
+    def all_hold(self, cells: Sequence[int], generation: int) -> bool:
+        """Whether each of `cells` (in the header, at least one) holds `generation` now."""
+        held = itemgetter(*cells)(self.cells)
+        return bool(held == generation if len(cells) == 1 else held.count(generation) == len(cells))
