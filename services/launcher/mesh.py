@@ -97,8 +97,6 @@ class MeshRun:
         finally:
             good = drained and self._failure is None
             directory.remove(keep_logs=not good and not self._plan.launcher.log_dir)
-        if self._failure is not None:
-            self._console.say(f"failed: {self._failure}")
         if not good:
             self._console.say(f"logs: {self._logs(directory)}")
         return EXIT_CLEAN if good else EXIT_FAILED
@@ -107,6 +105,7 @@ class MeshRun:
         """Keep the first failure, and end the work."""
         if self._failure is None and not self.interrupted:
             self._failure = error
+            self._console.say(f"failed: {error}")
         if self._work is not None:
             self._work.cancel()
 

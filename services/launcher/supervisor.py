@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from contracts.errors import ErrorCode, PdmeshError
 from services.launcher.child import Child, ChildSpec, tail
+from services.launcher.core.log_line import readable
 
 
 class ChildDied(PdmeshError):  # noqa: N818 - an event that ends the mesh
@@ -15,7 +16,7 @@ class ChildDied(PdmeshError):  # noqa: N818 - an event that ends the mesh
     code = ErrorCode.WORKER_LOST
 
     def __init__(self, name: str, status: int, log_tail: list[str]) -> None:
-        shown = "\n".join(f"  | {line}" for line in log_tail) or "  | (its log is empty)"
+        shown = "\n".join(f"  | {readable(line)}" for line in log_tail) or "  | (its log is empty)"
         super().__init__(f"{name} {_how(status)}; the end of its log:\n{shown}")
         self.name = name
         self.status = status

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any, Final
+
+_MAX_CHARACTERS: Final = 400
+_NOT_SHOWN: Final = frozenset({"service", "worker_id", "incarnation", "event", "level", "time", "exception"})
 
 
 def last_word(lines: Sequence[str]) -> str:
@@ -18,3 +22,28 @@ def last_word(lines: Sequence[str]) -> str:
     if line.get("total"):
         words.append(f"{line.get('done', 0)}/{line['total']}")
     return " ".join(words)
+
+
+def readable(line: str) -> str:
+    """A log line for a person: when, how grave, what, its fields, and where an exception came from. Others stay as they are."""
+    try:
+        fields = json.loads(line)
+        words = [str(fields["time"]), str(fields["level"]), str(fields["event"])]
+    except (ValueError, LookupError, TypeError):
+        return _shortened(line)
+    words += [f"{name}={value}" for name, value in fields.items() if name not in _NOT_SHOWN]
+    words += [_origin(raised) for raised in fields.get("exception") or ()]
+    return _shortened(" ".join(word for word in words if word))
+
+
+def _origin(raised: Any) -> str:
+    """The innermost place of an exception as the logger writes it."""
+    try:
+        frame = raised["frames"][-1]
+        return f"({raised['exc_type']} at {frame['filename']}:{frame['lineno']} in {frame['name']})"
+    except (LookupError, TypeError):
+        return ""
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
