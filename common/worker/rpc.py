@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Final
 
 import msgspec
 
@@ -42,7 +42,9 @@ class RpcEdge:
         self._log = log
         self._tasks = BoundedTasks(group, name="rpc", limit=MAX_HANDLERS, on_error=self._failed)
 
-    async def serve(self, subject_filter: str, handlers: Mapping[str, Handler]) -> Callable[[], Awaitable[None]]:
+    async def serve(
+        self, subject_filter: str, handlers: Mapping[str, Handler]
+    ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Subscribe, and return what reads the subscription: run it in a task. Peers can be told once this returns."""
         subscription = await self._bus.subscribe(subject_filter)
         await self._bus.flush()

@@ -18,10 +18,9 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class EngineKind(StrEnum):
-    """What computes: rank processes, rank threads of this process (small tests), or nothing real."""
+    """What computes: rank processes, or nothing real (to look at the control plane alone)."""
 
     RANKS = "ranks"
-    THREADS = "threads"
     FAKE = "fake"
 
 

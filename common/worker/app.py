@@ -1,0 +1,97 @@
+"""The composition root of a worker process: settings, engine, bus, service, and the order in which they come and go."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+
+from common.bus.nats import NatsBus
+from common.bus.port import StreamConfig
+from common.engine.port import Engine
+from common.runtime.admin import AdminRoutes, AdminServer
+from common.runtime.clock import Clock, SystemClock
+from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
+from common.runtime.logging import configure_logging
+from common.runtime.metrics import Metrics
+from common.runtime.settings import SettingsError, load_from_arguments
+from common.worker.engines import make_engine
+from common.worker.host import WorkerHost
+from common.worker.service import WorkerParts, WorkerService
+from common.worker.settings import WorkerSettings
+from contracts import ids, subjects
+
+_EVENTS_CONFIG = StreamConfig(name=subjects.EVENTS_STREAM, subjects=(subjects.EVENTS_FILTER,))
+
+
+def run_worker(kind: type[WorkerService], argv: list[str]) -> int:
+    """Run a worker of one role to its end; returns the process's exit status."""
+    try:
+        settings = load_from_arguments(WorkerSettings, role=kind.role, argv=argv).value
+    except SettingsError as error:
+        print(error.message, file=sys.stderr)
+        return EXIT_SETTINGS
+    incarnation = ids.incarnation(secrets.token_bytes(ids.ENTROPY_BYTES))
+    log = configure_logging(kind.role, level=settings.log_level, worker_id=settings.worker_id, incarnation=incarnation)
+
+    async def main(lifecycle: Lifecycle) -> None:
+        await _start(kind, settings, incarnation, lifecycle, log)
+
+    return run_service(main, log=log, drain_timeout_s=settings.drain_timeout_s)
+
+
+async def _start(
+    kind: type[WorkerService], settings: WorkerSettings, incarnation: str, lifecycle: Lifecycle, log: Log
+) -> None:
+    clock: Clock = SystemClock()
+    metrics = Metrics()
+    admin = AdminServer(AdminRoutes(state=lambda: lifecycle.state, metrics=metrics), port=settings.admin_port)
+    lifecycle.on_close("admin", admin.close)
+    log.info("admin_port_opened", port=await admin.start())
+    engine = make_engine(settings, incarnation, clock)
+    lifecycle.on_close("engine", engine.stop)
+    progress = lifecycle.tasks.create_task(_log_progress(engine, log), name="progress")
+    info = await engine.start()
+    progress.cancel()
+    log.info(
+        "engine_started",
+        tp=len(info.ranks),
+        model_fingerprint=info.model_fingerprint,
+        num_blocks=info.num_blocks,
+        num_slots=info.num_slots,
+        weight_bytes=sum(rank.num_weight_bytes for rank in info.ranks),
+        cache_bytes=sum(rank.num_region_bytes for rank in info.ranks),
+    )
+    bus = await NatsBus.connect(
+        settings.nats_url,
+        name=settings.worker_id,
+        tasks=lifecycle.tasks,
+        clock=clock,
+        log=log,
+        on_closed=lifecycle.fail,
+    )
+    lifecycle.on_close("bus", bus.close)
+    await bus.ensure_stream(_EVENTS_CONFIG)
+    service = kind(
+        WorkerParts(
+            settings=settings,
+            incarnation=incarnation,
+            engine=engine,
+            info=info,
+            bus=bus,
+            clock=clock,
+            log=log,
+            metrics=metrics,
+            group=lifecycle.tasks,
+        )
+    )
+    host = WorkerHost(service, bus, lifecycle.tasks, log)
+    lifecycle.on_close("host", host.close)
+    lifecycle.on_drain("handoffs", host.drain)
+    lifecycle.on_drain("events", bus.flush_events)
+    await host.open()
+
+
+async def _log_progress(engine: Engine, log: Log) -> None:
+    while True:
+        progress = await engine.next_progress()
+        log.info("engine_loading", rank=progress.rank, phase=progress.phase, done=progress.done, total=progress.total)
