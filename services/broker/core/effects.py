@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from contracts.errors import ErrorInfo
-from contracts.events import HandoffEvent
+from contracts.events import EventName
 from contracts.handoff import (
     CommitHandoff,
     HandoffRecord,
@@ -97,9 +97,11 @@ class AnswerRouter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True):
-    """Publish an event for people. The shell fills in `instance` and `at`."""
+    """Publish an event for people. `fields` are those of `HandoffEvent` that apply."""
 
-    event: HandoffEvent
+    name: EventName
+    at_ns: int
+    fields: dict[str, Any]
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.events import EventName, HandoffEvent
+from contracts.events import EventName
 from contracts.handoff import (
     CommitHandoff,
     HandoffRecord,
@@ -19,6 +19,7 @@ from contracts.handoff import (
 )
 from contracts.requests import SubmitRequest, TokenFrame
 from contracts.workers import WorkerRole
+from services.broker.core.effects import Publish
 from services.broker.core.handoff import Handoff, Verdict
 
 
@@ -120,23 +121,11 @@ def final_frame(handoff: Handoff) -> TokenFrame:
     )
 
 
-def happened(handoff: Handoff, name: EventName, at_ns: int, **fields: Any) -> HandoffEvent:
-    """An event for people about this handoff. `instance` and `at` are left to the shell."""
-    workers = {role: worker.worker_id for role, worker in handoff.workers.items()}
-    return HandoffEvent(
-        event=name,
-        service="broker",
-        instance="",
-        handoff_id=handoff.handoff_id,
-        request_id=handoff.record.request_id,
-        at="",
-        at_ns=at_ns,
-        phase=str(handoff.state),
-        prefill_worker=workers.get(WorkerRole.PREFILL),
-        decode_worker=workers.get(WorkerRole.DECODE),
-        mixed_worker=workers.get(WorkerRole.MIXED),
-        **fields,
-    )
+def happened(handoff: Handoff, name: EventName, at_ns: int, fields: dict[str, Any]) -> Publish:
+    """An event for people about this handoff."""
+    workers = {f"{role}_worker": worker.worker_id for role, worker in handoff.workers.items()}
+    told = {key: value for key, value in fields.items() if value is not None}
+    return Publish(name=name, at_ns=at_ns, fields={"phase": str(handoff.state), **workers, **told})
 
 
 def protocol(text: str) -> ErrorInfo:

@@ -23,7 +23,6 @@ from services.broker.core.effects import (
     AskReserve,
     AskRun,
     Effect,
-    Publish,
 )
 from services.broker.core.handoff import Handoff, Verdict
 
@@ -63,7 +62,7 @@ class Turn:
 
     def publish(self, name: EventName, **fields: Any) -> None:
         """Tell people."""
-        self.effects.append(Publish(event=messages.happened(self.handoff, name, self.at_ns, **fields)))
+        self.effects.append(messages.happened(self.handoff, name, self.at_ns, fields))
 
     def since(self, began_ns: int) -> float:
         """Milliseconds from then to now."""

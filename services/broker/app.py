@@ -1,0 +1,96 @@
+"""The composition root of a broker: settings, bus, what an earlier broker left, then the edges."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from common.bus.nats import NatsBus
+from common.bus.port import Bus, StreamConfig
+from common.runtime.admin import AdminRoutes, AdminServer
+from common.runtime.clock import Clock, SystemClock
+from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
+from common.runtime.logging import configure_logging
+from common.runtime.metrics import Metrics
+from common.runtime.settings import SettingsError, load_from_arguments
+from contracts import subjects
+from services.broker.calls import Calls
+from services.broker.edges import BrokerEdges
+from services.broker.plans import Offload, Plans
+from services.broker.records import Records
+from services.broker.service import Broker
+from services.broker.settings import BrokerSettings
+
+EVENTS_CONFIG = StreamConfig(name=subjects.EVENTS_STREAM, subjects=(subjects.EVENTS_FILTER,))
+
+
+async def open_broker(
+    settings: BrokerSettings,
+    *,
+    bus: Bus,
+    clock: Clock,
+    log: Log,
+    metrics: Metrics,
+    group: asyncio.TaskGroup,
+    offload: Offload = asyncio.to_thread,
+) -> tuple[Broker, BrokerEdges]:
+    """A broker at work on `bus`, ready to be asked. Tests call this with fakes. Raises `BusError`."""
+    await bus.ensure_stream(EVENTS_CONFIG)
+    records = Records(bus, clock, ttl_s=settings.record_ttl_s, timeout_s=settings.store_timeout_s)
+    await records.open()
+    calls = Calls(bus, clock, call_timeout_s=settings.call_timeout_s, lost_after_s=settings.lost_after_s)
+    plans = Plans(calls, clock, timeout_s=settings.describe_timeout_s, offload=offload)
+    broker = Broker(
+        settings,
+        bus=bus,
+        clock=clock,
+        log=log,
+        metrics=metrics,
+        group=group,
+        records=records,
+        plans=plans,
+        calls=calls,
+    )
+    await broker.recover()
+    edges = BrokerEdges(broker, bus, group, log, partition=settings.partition)
+    await edges.open()
+    return broker, edges
+
+
+def run_broker(argv: list[str]) -> int:
+    """Run a broker to its end; returns the process's exit status."""
+    try:
+        settings = load_from_arguments(BrokerSettings, role="broker", argv=argv).value
+    except SettingsError as error:
+        print(error.message, file=sys.stderr)
+        return EXIT_SETTINGS
+    log = configure_logging("broker", level=settings.log_level, broker_id=settings.broker_id)
+
+    async def main(lifecycle: Lifecycle) -> None:
+        await _start(settings, lifecycle, log)
+
+    return run_service(main, log=log, drain_timeout_s=settings.drain_timeout_s)
+
+
+async def _start(settings: BrokerSettings, lifecycle: Lifecycle, log: Log) -> None:
+    clock: Clock = SystemClock()
+    metrics = Metrics()
+    bus = await NatsBus.connect(
+        settings.nats_url,
+        name=settings.broker_id,
+        tasks=lifecycle.tasks,
+        clock=clock,
+        log=log,
+        on_closed=lifecycle.fail,
+    )
+    lifecycle.on_close("bus", bus.close)
+    routes = AdminRoutes(
+        state=lambda: lifecycle.state, metrics=metrics, ready={"bus_connected": lambda: bus.is_connected}
+    )
+    admin = AdminServer(routes, port=settings.admin_port)
+    lifecycle.on_close("admin", admin.close)
+    log.info("admin_port_opened", port=await admin.start())
+    broker, edges = await open_broker(settings, bus=bus, clock=clock, log=log, metrics=metrics, group=lifecycle.tasks)
+    lifecycle.on_close("edges", edges.close)
+    lifecycle.on_drain("handoffs", broker.drain)
+    lifecycle.on_drain("events", bus.flush_events)

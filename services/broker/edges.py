@@ -1,0 +1,109 @@
+"""What the broker hears on the bus: requests, reports of parts, and the workers' records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from common.bus.port import Bus, Entry, Snapshot, Subscription, Watch
+from common.runtime.lifecycle import Log
+from common.worker.registration import WORKERS_CONFIG
+from common.worker.rpc import Handler, RpcEdge
+from contracts import subjects
+from contracts.codec import decode
+from contracts.errors import CodecError
+from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
+from contracts.requests import CancelRequest, SubmitRequest, WorkerRef
+from contracts.subjects import BrokerVerb
+from contracts.workers import WorkerRecord
+from services.broker.service import Broker
+
+MAX_WAITING_REPORTS: Final = 65536
+
+
+class BrokerEdges:
+    """Connects a broker to a bus. It is known to its callers only after all that it must hear has been subscribed to."""
+
+    def __init__(self, broker: Broker, bus: Bus, group: asyncio.TaskGroup, log: Log, *, partition: int) -> None:
+        self._broker = broker
+        self._bus = bus
+        self._group = group
+        self._log = log
+        self._partition = partition
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Listen: first to what is told, then to what is asked. Raises `BusError`."""
+        workers = await (await self._bus.ensure_bucket(WORKERS_CONFIG)).watch()
+        parts = await self._bus.subscribe(subjects.PARTS_FILTER, max_pending=MAX_WAITING_REPORTS)
+        rpc = RpcEdge(self._bus, self._group, self._log)
+        read = await rpc.serve(subjects.broker_rpc_filter(self._partition), self.handlers())
+        for name, work in (
+            ("workers", self._watch(workers)),
+            ("parts", self._read_parts(parts)),
+            ("rpc", read()),
+            ("sweeps", self._broker.run_sweeps()),
+        ):
+            self._tasks.append(self._group.create_task(work, name=name))
+
+    async def close(self) -> None:
+        """Stop listening."""
+        for task in self._tasks:
+            task.cancel()
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """What the broker can be asked, by verb."""
+        return {
+            BrokerVerb.SUBMIT: self._submit,
+            BrokerVerb.CANCEL: self._cancel,
+            BrokerVerb.PREFILL_FINISHED: self._prefill_finished,
+            BrokerVerb.TAKEN_OVER: self._taken_over,
+            BrokerVerb.ENDED: self._ended,
+        }
+
+    async def _submit(self, data: bytes) -> msgspec.Struct:
+        return await self._broker.submit(decode(data, SubmitRequest))
+
+    async def _cancel(self, data: bytes) -> msgspec.Struct:
+        return await self._broker.cancel(decode(data, CancelRequest))
+
+    async def _prefill_finished(self, data: bytes) -> msgspec.Struct:
+        return await self._broker.take(decode(data, PrefillFinished))
+
+    async def _taken_over(self, data: bytes) -> msgspec.Struct:
+        return await self._broker.take(decode(data, TakenOver))
+
+    async def _ended(self, data: bytes) -> msgspec.Struct:
+        return await self._broker.take(decode(data, RequestEnded))
+
+    async def _read_parts(self, subscription: Subscription) -> None:
+        async with subscription:
+            async for message in subscription:
+                try:
+                    report = decode(message.data, PartsReport)
+                except CodecError as error:
+                    self._log.error("message_refused", subject=message.subject, error_message=error.message)
+                    continue
+                self._broker.parts_reported(report)
+
+    async def _watch(self, watch: Watch) -> None:
+        async with watch:
+            async for entry in watch:
+                match entry:
+                    case Snapshot():
+                        pass  # who is not in it falls silent, and silence is judged by the sweeps
+                    case Entry(deleted=True):
+                        self._broker.worker_left(entry.key)
+                    case Entry():
+                        self._heard(entry)
+
+    def _heard(self, entry: Entry) -> None:
+        try:
+            record = decode(entry.value, WorkerRecord)
+        except CodecError as error:
+            self._log.error("worker_record_unreadable", worker_id=entry.key, error_message=error.message)
+            return
+        self._broker.worker_heard(WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation))

@@ -1,0 +1,221 @@
+"""Performs the effects of handoffs, and feeds their outcomes back as events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias, assert_never
+
+import msgspec
+
+from common.bus.errors import BusError
+from common.bus.port import Bus
+from common.runtime.clock import Clock, Deadline
+from common.runtime.lifecycle import Log
+from contracts import subjects
+from contracts.codec import encode
+from contracts.errors import ErrorInfo, PdmeshError
+from contracts.handoff import CommitHandoff, PartsAnswer, Reserved, ReserveDecode, RunMixed, RunPrefill
+from contracts.requests import Accepted, Refused, WorkerRef
+from contracts.subjects import WorkerVerb
+from contracts.workers import WorkerRole
+from services.broker.calls import CallAbandonedError, Calls
+from services.broker.core.effects import (
+    AnswerRouter,
+    AskCommit,
+    AskParts,
+    AskRelease,
+    AskReserve,
+    AskRun,
+    CheckParts,
+    HintCancel,
+    StoreRecord,
+)
+from services.broker.core.events import (
+    Ask,
+    AskRefused,
+    CommitAccepted,
+    DecodeReserved,
+    Event,
+    PartsOverdue,
+    PartsReported,
+    ReleaseSettled,
+    RunAccepted,
+)
+from services.broker.records import Records
+
+_ANSWER_PAUSE_S: Final = 0.05
+_ANSWER_S: Final = 5.0
+_QUERY_S: Final = 1.0
+
+Timed: TypeAlias = ReserveDecode | RunPrefill | RunMixed | CommitHandoff
+Job: TypeAlias = (
+    StoreRecord | AskReserve | AskRun | AskCommit | AskRelease | AskParts | CheckParts | HintCancel | AnswerRouter
+)
+
+
+class Target(Protocol):
+    """The handoff that an effect belongs to."""
+
+    @property
+    def deadline(self) -> Deadline:
+        """Until when the request is worth anything."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether the handoff is terminal: then nothing new is asked for it."""
+        ...
+
+    def tell(self, event: Event) -> None:
+        """Feed an event."""
+        ...
+
+
+class Performer:
+    """Does what takes time. Each effect runs in a task of its own."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        log: Log,
+        *,
+        calls: Calls,
+        records: Records,
+        release_timeout_s: float,
+        is_gone: Callable[[WorkerRef], bool],
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._log = log
+        self._calls = calls
+        self._records = records
+        self._release_timeout_s = release_timeout_s
+        self._is_gone = is_gone
+
+    async def perform(self, target: Target, effect: Job) -> None:
+        """Perform one effect to its end, which is bounded."""
+        match effect:
+            case StoreRecord():
+                target.tell(await self._records.store(effect))
+            case AskReserve(worker=worker, message=message):
+                await self._ask(target, Ask.RESERVE, WorkerRole.DECODE, worker, message)
+            case AskRun(role=role, worker=worker, message=run):
+                await self._ask(target, Ask.RUN, role, worker, run)
+            case AskCommit(worker=worker, message=commit):
+                await self._ask(target, Ask.COMMIT, WorkerRole.DECODE, worker, commit)
+            case AskRelease():
+                await self._release(target, effect)
+            case AskParts():
+                await self._query(target, effect)
+            case CheckParts(after_ms=after_ms):
+                await self._clock.sleep(after_ms / 1000)
+                target.tell(PartsOverdue(at_ns=self._now_ns))
+            case HintCancel():
+                await self._hint(effect)
+            case AnswerRouter():
+                await self._answer(effect)
+            case _:
+                assert_never(effect)
+
+    @property
+    def _now_ns(self) -> int:
+        return self._clock.monotonic_ns()
+
+    async def _ask(self, target: Target, ask: Ask, role: WorkerRole, worker: WorkerRef, message: Timed) -> None:
+        subject = subjects.worker_rpc(role, worker.worker_id, WorkerVerb(ask.value))
+        kind = Reserved | Refused if ask is Ask.RESERVE else Accepted | Refused
+        began_ns = self._now_ns
+
+        def fresh() -> msgspec.Struct:
+            return msgspec.structs.replace(message, timeout_ms=target.deadline.remaining_ms)
+
+        try:
+            answer = await self._calls.ask(subject, fresh, kind, target.deadline, wanted=lambda: not target.ended)
+        except CallAbandonedError:
+            return
+        except PdmeshError as error:
+            answer = Refused(handoff_id=message.handoff_id, error=error.info)
+        target.tell(_outcome(ask, answer, at_ns=self._now_ns, rpc_ms=(self._now_ns - began_ns) / 1e6))
+
+    async def _release(self, target: Target, effect: AskRelease) -> None:
+        worker = effect.worker
+        subject = subjects.worker_rpc(effect.role, worker.worker_id, WorkerVerb.RELEASE)
+        acknowledged = False
+        try:
+            await self._calls.ask(
+                subject,
+                lambda: effect.message,
+                Accepted,
+                Deadline.after(self._clock, self._release_timeout_s),
+                wanted=lambda: not self._is_gone(worker),
+                patient=True,
+            )
+            acknowledged = True
+        except CallAbandonedError:
+            self._log.info("release_moot", handoff_id=effect.message.handoff_id, worker_id=worker.worker_id)
+        except PdmeshError as error:
+            # The worker ends the handoff by itself at the deadline.
+            self._log.error(
+                "release_unheard",
+                handoff_id=effect.message.handoff_id,
+                worker_id=worker.worker_id,
+                error_code=str(error.code),
+                error_message=error.message,
+            )
+        target.tell(ReleaseSettled(at_ns=self._now_ns, role=effect.role, acknowledged=acknowledged))
+
+    async def _query(self, target: Target, effect: AskParts) -> None:
+        subject = subjects.worker_rpc(WorkerRole.PREFILL, effect.worker.worker_id, WorkerVerb.PARTS)
+        deadline = target.deadline.capped(_QUERY_S)
+        try:
+            answer = await self._calls.ask(
+                subject, lambda: effect.message, PartsAnswer | Refused, deadline, wanted=lambda: not target.ended
+            )
+        except PdmeshError as error:
+            self._log.info("parts_unanswered", handoff_id=effect.message.handoff_id, error_code=str(error.code))
+            return
+        if isinstance(answer, Refused):
+            self._log.info("parts_refused", handoff_id=effect.message.handoff_id, error_code=str(answer.error.code))
+            return
+        for report in answer.reports:
+            target.tell(PartsReported(at_ns=self._now_ns, report=report))
+
+    async def _hint(self, effect: HintCancel) -> None:
+        subject = subjects.cancel(effect.worker.worker_id, effect.request_id)
+        try:
+            await self._bus.publish(subject, encode(effect.message))
+        except BusError as error:  # the release, which follows, is what counts
+            self._log.info("cancel_hint_lost", handoff_id=effect.message.handoff_id, error_code=str(error.code))
+
+    async def _answer(self, effect: AnswerRouter) -> None:
+        frame = effect.frame
+        subject, data = subjects.tokens(effect.router_id, frame.request_id), encode(frame)
+        deadline = Deadline.after(self._clock, _ANSWER_S)
+        while True:
+            try:
+                await self._bus.publish(subject, data)
+            except BusError as error:
+                if deadline.passed:  # the router has the same deadline as the request
+                    self._log.error("answer_unheard", handoff_id=frame.handoff_id, error_code=str(error.code))
+                    return
+                await self._clock.sleep(_ANSWER_PAUSE_S)
+            else:
+                return
+
+
+def _outcome(ask: Ask, answer: Reserved | Accepted | Refused, *, at_ns: int, rpc_ms: float) -> Event:
+    match answer:
+        case Refused(error=error):
+            return AskRefused(at_ns=at_ns, ask=ask, error=_named(ask, error))
+        case Reserved():
+            return DecodeReserved(at_ns=at_ns, answer=answer, rpc_ms=rpc_ms)
+        case Accepted():
+            if ask is Ask.COMMIT:
+                return CommitAccepted(at_ns=at_ns, rpc_ms=rpc_ms)
+            return RunAccepted(at_ns=at_ns, rpc_ms=rpc_ms)
+
+
+def _named(ask: Ask, error: ErrorInfo) -> ErrorInfo:
+    """Say which question failed; code and parameter stay."""
+    return msgspec.structs.replace(error, message=f"{ask}: {error.message}")

@@ -1,0 +1,100 @@
+"""What a prefill worker owes a decode worker: compiled when the two are first named together, kept while both live."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from common.layout.planner import plan
+from common.runtime.clock import Clock, Deadline
+from contracts import subjects
+from contracts.errors import ErrorCode, PdmeshError
+from contracts.manifest import PlannedPart, RankManifest
+from contracts.requests import Refused, WorkerRef
+from contracts.subjects import WorkerVerb
+from contracts.workers import DescribeRefused, DescribeWorker, WorkerDescription, WorkerRole
+from services.broker.calls import Calls
+
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a computation off the event loop and returns its result."""
+
+
+class PairPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of every handoff from one start of a prefill worker to one start of a decode worker."""
+
+    planned: tuple[PlannedPart, ...]
+    block_size: int
+
+
+class Plans:
+    """The plans of all pairs. A refusal is kept like a plan: nothing about the pair changes until one of them restarts."""
+
+    def __init__(self, calls: Calls, clock: Clock, *, timeout_s: float, offload: Offload = asyncio.to_thread) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._offload = offload
+        self._manifests: dict[WorkerRef, tuple[RankManifest, ...]] = {}
+        self._plans: dict[tuple[WorkerRef, WorkerRef], PairPlan | PdmeshError] = {}
+        self._locks: dict[tuple[WorkerRef, WorkerRef], asyncio.Lock] = {}
+
+    @property
+    def num_pairs(self) -> int:
+        """How many pairs have been compiled or refused."""
+        return len(self._plans)
+
+    async def between(self, prefill: WorkerRef, decode: WorkerRef, deadline: Deadline) -> PairPlan:
+        """The pair's plan. Raises INCOMPATIBLE_WORKERS naming the rule, INCARNATION_CHANGED, and what `Calls.ask` raises."""
+        pair = (prefill, decode)
+        if pair not in self._plans:
+            lock = self._locks.setdefault(pair, asyncio.Lock())
+            try:
+                async with deadline.timeout(), lock:
+                    if pair not in self._plans:
+                        self._plans[pair] = await self._compile(prefill, decode, deadline.capped(self._timeout_s))
+            except TimeoutError as error:
+                text = f"{prefill.worker_id} and {decode.worker_id} were not described in time"
+                raise PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
+        found = self._plans[pair]
+        if isinstance(found, PdmeshError):
+            raise PdmeshError(found.message, code=found.code, param=found.param)
+        return found
+
+    def drop(self, worker: WorkerRef) -> None:
+        """Forget everything about one start of a worker."""
+        self._manifests.pop(worker, None)
+        self._plans = {pair: kept for pair, kept in self._plans.items() if worker not in pair}
+        self._locks = {pair: lock for pair, lock in self._locks.items() if worker not in pair}
+
+    async def _compile(self, prefill: WorkerRef, decode: WorkerRef, deadline: Deadline) -> PairPlan | PdmeshError:
+        source = await self._describe(WorkerRole.PREFILL, prefill, deadline)
+        destination = await self._describe(WorkerRole.DECODE, decode, deadline)
+        try:
+            compiled = await self._offload(lambda: plan(source, destination))
+        except PdmeshError as error:
+            return error
+        return PairPlan(planned=compiled.parts, block_size=source[0].block_size)
+
+    async def _describe(self, role: WorkerRole, worker: WorkerRef, deadline: Deadline) -> tuple[RankManifest, ...]:
+        """The manifests of all ranks, one message a rank."""
+        if worker in self._manifests:
+            return self._manifests[worker]
+        subject = subjects.worker_rpc(role, worker.worker_id, WorkerVerb.DESCRIBE)
+        manifests: list[RankManifest] = []
+        num_ranks = 1
+        while len(manifests) < num_ranks:
+            question = partial(DescribeWorker, rank=len(manifests))
+            answer = await self._calls.ask(subject, question, WorkerDescription | DescribeRefused | Refused, deadline)
+            if isinstance(answer, DescribeRefused | Refused):
+                raise PdmeshError.from_info(answer.error)
+            if answer.incarnation != worker.incarnation:
+                text = f"{worker.worker_id} is {answer.incarnation} now, not {worker.incarnation}"
+                raise PdmeshError(text, code=ErrorCode.INCARNATION_CHANGED)
+            manifests.append(answer.manifest)
+            num_ranks = answer.num_ranks
+        self._manifests[worker] = tuple(manifests)
+        return self._manifests[worker]

@@ -1,0 +1,94 @@
+"""The records of handoffs in their bucket, by compare-and-set."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from common.bus.errors import BusError, RevisionConflict, StorageRefused
+from common.bus.port import Bucket, BucketConfig, Bus
+from common.runtime.clock import Clock, Deadline
+from contracts.codec import decode, encode
+from contracts.errors import CodecError, ErrorCode, ErrorInfo
+from contracts.handoff import HandoffRecord
+from contracts.subjects import HANDOFFS_BUCKET
+from services.broker.core.effects import StoreRecord
+from services.broker.core.events import RecordConflict, RecordStored, RecordUnwritten
+
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 0.5
+
+Outcome = RecordStored | RecordConflict | RecordUnwritten
+
+
+class Records:
+    """One key a handoff, that disappears `ttl_s` after its last write."""
+
+    def __init__(self, bus: Bus, clock: Clock, *, ttl_s: float, timeout_s: float) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._config = BucketConfig(name=HANDOFFS_BUCKET, ttl_s=ttl_s)
+        self._timeout_s = timeout_s
+        self._bucket: Bucket | None = None
+
+    async def open(self) -> None:
+        """Open the bucket. Raises `BusError`."""
+        self._bucket = await self._bus.ensure_bucket(self._config)
+
+    async def store(self, effect: StoreRecord) -> Outcome:
+        """Write, and say what became of it. A write without an answer is repeated: if it did arrive, it conflicts with itself."""
+        deadline = Deadline.after(self._clock, self._timeout_s)
+        pause = _FIRST_PAUSE_S
+        reason = "no answer"
+        while not deadline.passed:
+            try:
+                async with deadline.timeout():
+                    return await self._try(effect)
+            except (StorageRefused, CodecError) as error:
+                reason = error.message
+                break
+            except BusError as error:
+                reason = error.message
+            except TimeoutError:
+                break
+            await self._clock.sleep(min(pause, deadline.remaining))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        text = f"the record could not be written: {reason}"
+        error_info = ErrorInfo(code=ErrorCode.BUS_UNAVAILABLE, message=text)
+        return RecordUnwritten(at_ns=self._clock.monotonic_ns(), write=effect.write, error=error_info)
+
+    async def _try(self, effect: StoreRecord) -> Outcome:
+        bucket = self._opened()
+        key, data = effect.record.handoff_id, encode(effect.record)
+        while True:
+            try:
+                if effect.last is None:
+                    revision = await bucket.create(key, data)
+                else:
+                    revision = await bucket.update(key, data, effect.last)
+            except RevisionConflict:
+                entry = await bucket.get(key)
+                if entry is None and effect.last is None:
+                    continue  # the key that stood in the way has expired meanwhile
+                found = None if entry is None else decode(entry.value, HandoffRecord)
+                held = 0 if entry is None else entry.revision
+                now_ns = self._clock.monotonic_ns()
+                return RecordConflict(at_ns=now_ns, write=effect.write, found=found, revision=held)
+            return RecordStored(at_ns=self._clock.monotonic_ns(), write=effect.write, revision=revision)
+
+    async def unfinished(self) -> list[tuple[HandoffRecord, int]]:
+        """Every record that is not terminal, with its revision. Raises `BusError`, `CodecError`."""
+        bucket = self._opened()
+        found: list[tuple[HandoffRecord, int]] = []
+        for key in await bucket.keys():
+            entry = await bucket.get(key)
+            if entry is None:
+                continue
+            record = decode(entry.value, HandoffRecord)
+            if not record.state.terminal:
+                found.append((record, entry.revision))
+        return found
+
+    def _opened(self) -> Bucket:
+        if self._bucket is None:
+            raise AssertionError("`open` comes first")
+        return self._bucket

@@ -1,0 +1,377 @@
+"""A broker on a bus with scripted workers around it, and a router that listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from common.bus.memory import MemoryServer
+from common.bus.port import Bus, Message, Subscription
+from common.engine.fake import FakeEngine
+from common.layout.planner import plan
+from common.runtime.clock import Clock
+from common.runtime.metrics import Metrics
+from common.runtime.virtual_time import VirtualClock, run_virtual
+from common.worker.registration import WORKERS_CONFIG
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import HandoffEvent
+from contracts.handoff import (
+    CommitHandoff,
+    Grant,
+    HandoffRecord,
+    PartDone,
+    PartsAnswer,
+    PartsReport,
+    PrefillFinished,
+    QueryParts,
+    ReleaseHandoff,
+    RequestEnded,
+    Reserved,
+    ReserveDecode,
+    RunMixed,
+    RunPrefill,
+    TakenOver,
+)
+from contracts.manifest import RankManifest, Role
+from contracts.requests import (
+    Accepted,
+    CancelRequest,
+    CancelWork,
+    DisaggregatedRoute,
+    FinishReason,
+    MixedRoute,
+    Refused,
+    SamplingParams,
+    SubmitRequest,
+    TokenFrame,
+    WorkerRef,
+)
+from contracts.subjects import BrokerVerb, WorkerVerb
+from contracts.workers import (
+    DescribeWorker,
+    WorkerDescription,
+    WorkerLoad,
+    WorkerRecord,
+    WorkerRole,
+    WorkerState,
+)
+from services.broker.app import open_broker
+from services.broker.edges import BrokerEdges
+from services.broker.service import Broker
+from services.broker.settings import BrokerSettings
+
+HANDOFF, REQUEST, ROUTER = "r1-0", "r1", "router-0"
+NUM_PROMPT_TOKENS = 40
+SAMPLING = SamplingParams(max_tokens=12, seed=9)
+PREFILL = WorkerRef(worker_id="prefill-0", incarnation="ip")
+DECODE = WorkerRef(worker_id="decode-0", incarnation="id")
+MIXED = WorkerRef(worker_id="mixed-0", incarnation="im")
+GRANT = Grant(worker_id="decode-0", incarnation="id", generation=7, block_ids=(1, 2, 3, 4), slot=2)
+
+_KINDS: dict[str, type[msgspec.Struct]] = {
+    WorkerVerb.RESERVE: ReserveDecode,
+    WorkerVerb.COMMIT: CommitHandoff,
+    WorkerVerb.RELEASE: ReleaseHandoff,
+    WorkerVerb.DESCRIBE: DescribeWorker,
+    WorkerVerb.PARTS: QueryParts,
+}
+
+Script = Callable[[Any], msgspec.Struct | None]
+
+
+class ScriptedWorker:
+    """Answers as it is told. A script that returns None does not answer: the message or the answer was lost."""
+
+    def __init__(self, bus: Bus, role: WorkerRole, ref: WorkerRef, manifests: tuple[RankManifest, ...]) -> None:
+        self.bus = bus
+        self.role = role
+        self.ref = ref
+        self.manifests = manifests
+        self.heard: list[msgspec.Struct] = []
+        self.scripts: dict[str, Script] = {
+            WorkerVerb.RESERVE: lambda message: Reserved(
+                handoff_id=message.handoff_id, grant=GRANT, num_cached_tokens=0, prepare_ms=1.5
+            ),
+            WorkerVerb.DESCRIBE: self._describe,
+            WorkerVerb.PARTS: lambda message: PartsAnswer(handoff_id=message.handoff_id, reports=()),
+        }
+
+    def _describe(self, message: DescribeWorker) -> WorkerDescription:
+        return WorkerDescription(
+            worker_id=self.ref.worker_id,
+            incarnation=self.ref.incarnation,
+            num_ranks=len(self.manifests),
+            manifest=self.manifests[message.rank],
+            region=None,
+        )
+
+    def of(self, kind: type[msgspec.Struct]) -> list[Any]:
+        """The messages of one kind that came, in order."""
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    async def listen(self) -> Subscription:
+        """Subscribe; give the result to `answer`."""
+        return await self.bus.subscribe(subjects.worker_rpc_filter(self.role, self.ref.worker_id))
+
+    async def answer(self, subscription: Subscription) -> None:
+        """Answer what comes, one after the other."""
+        async for message in subscription:
+            await self._answer(message)
+
+    async def _answer(self, message: Message) -> None:
+        verb = subjects.verb_of(message.subject)
+        run = RunMixed if self.role is WorkerRole.MIXED else RunPrefill
+        command: Any = decode(message.data, _KINDS.get(verb, run))
+        self.heard.append(command)
+        script = self.scripts.get(verb, lambda asked: Accepted(handoff_id=asked.handoff_id))
+        reply = script(command)
+        if reply is not None:
+            await message.respond(encode(reply))
+
+    async def announce(self) -> None:
+        """Put the worker's record."""
+        record = WorkerRecord(
+            worker_id=self.ref.worker_id,
+            incarnation=self.ref.incarnation,
+            role=self.role,
+            state=WorkerState.READY,
+            model="fake",
+            model_fingerprint="fake",
+            tp=len(self.manifests),
+            dp=1,
+            dcp=1,
+            block_size=16,
+            num_blocks=64,
+            num_slots=8,
+            max_sequence_tokens=1024,
+            load=WorkerLoad(num_free_blocks=64, num_free_slots=8, num_waiting=0, num_running=0),
+        )
+        bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
+        await bucket.put(self.ref.worker_id, encode(record))
+
+
+def refusing(code: ErrorCode) -> Script:
+    """A script that refuses."""
+    error = ErrorInfo(code=code, message="no")
+    return lambda message: Refused(handoff_id=message.handoff_id, error=error)
+
+
+def losing(times: int, otherwise: Script) -> Script:
+    """A script that does not answer the first `times` messages."""
+    left = [times]
+
+    def script(message: Any) -> msgspec.Struct | None:
+        if left[0]:
+            left[0] -= 1
+            return None
+        return otherwise(message)
+
+    return script
+
+
+async def manifests(clock: Clock, ref: WorkerRef, tp: int, **changes: Any) -> tuple[RankManifest, ...]:
+    """What a worker with made-up caches says of its ranks."""
+    engine = FakeEngine(clock, worker_id=ref.worker_id, incarnation=ref.incarnation, tp=tp, **changes)
+    return tuple(rank.manifest for rank in (await engine.start()).ranks)
+
+
+async def inline(compute: Callable[[], Any]) -> Any:
+    """Compute on the loop: virtual time has no threads."""
+    return compute()
+
+
+class World:
+    """One broker, a prefill worker of two ranks, a decode and a mixed worker of one, and a router."""
+
+    def __init__(self, connect: Callable[[], Awaitable[Bus]], clock: Clock, group: asyncio.TaskGroup) -> None:
+        self._connect = connect
+        self.clock = clock
+        self.group = group
+        self.frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
+        self.hints: list[CancelWork] = []
+        self.metrics = Metrics()
+        self.bus: Bus
+        self.prefill: ScriptedWorker
+        self.decode: ScriptedWorker
+        self.mixed: ScriptedWorker
+        self.broker: Broker
+        self.edges: BrokerEdges
+
+    async def open(self, **settings: Any) -> None:
+        """Start everybody."""
+        self.bus = await self._connect()
+        self.prefill = await self._worker(WorkerRole.PREFILL, PREFILL, 2)
+        self.decode = await self._worker(WorkerRole.DECODE, DECODE, 1)
+        self.mixed = await self._worker(WorkerRole.MIXED, MIXED, 1)
+        tokens = await self.bus.subscribe(subjects.tokens_filter(ROUTER))
+        self.group.create_task(self._read(tokens, lambda data: self.frames.put_nowait(decode(data, TokenFrame))))
+        hints = await self.bus.subscribe(f"{subjects.PREFIX}.cancel.>")
+        self.group.create_task(self._read(hints, lambda data: self.hints.append(decode(data, CancelWork))))
+        await self.start_broker(**settings)
+
+    async def start_broker(self, **settings: Any) -> None:
+        """Start a broker, or another one."""
+        self.metrics = Metrics()
+        self.broker, self.edges = await open_broker(
+            BrokerSettings(**settings),
+            bus=await self._connect(),
+            clock=self.clock,
+            log=structlog.get_logger(),
+            metrics=self.metrics,
+            group=self.group,
+            offload=inline,
+        )
+
+    async def _worker(self, role: WorkerRole, ref: WorkerRef, tp: int) -> ScriptedWorker:
+        worker = ScriptedWorker(await self._connect(), role, ref, await manifests(self.clock, ref, tp))
+        self.group.create_task(worker.answer(await worker.listen()))
+        await worker.announce()
+        self.group.create_task(self._heartbeats(worker))
+        return worker
+
+    async def _heartbeats(self, worker: ScriptedWorker) -> None:
+        worker.scripts.setdefault("alive", lambda _message: None)
+        while True:
+            await self.clock.sleep(2.0)
+            if "alive" in worker.scripts and self.bus.is_connected:
+                await worker.announce()
+
+    async def _read(self, subscription: Subscription, take: Callable[[bytes], None]) -> None:
+        async for message in subscription:
+            take(message.data)
+
+    # The router.
+
+    def submit_request(self, *, mixed: bool = False, **changes: Any) -> SubmitRequest:
+        """A submit as the router sends it."""
+        values: dict[str, Any] = {
+            "handoff_id": HANDOFF,
+            "request_id": REQUEST,
+            "attempt": 0,
+            "router_id": ROUTER,
+            "route": MixedRoute(mixed=MIXED) if mixed else DisaggregatedRoute(prefill=PREFILL, decode=DECODE),
+            "num_prompt_tokens": NUM_PROMPT_TOKENS,
+            "prompt_hash": "h",
+            "sampling": SAMPLING,
+            "timeout_ms": 60_000,
+        }
+        return SubmitRequest(**(values | changes))
+
+    async def submit(self, *, mixed: bool = False, **changes: Any) -> Accepted | Refused:
+        """Submit, and return the answer."""
+        return await self.ask(BrokerVerb.SUBMIT, self.submit_request(mixed=mixed, **changes))
+
+    async def cancel(self) -> Accepted | Refused:
+        """Cancel, and return the answer."""
+        return await self.ask(BrokerVerb.CANCEL, CancelRequest(handoff_id=HANDOFF, reason="the client left"))
+
+    async def ask(self, verb: BrokerVerb, message: msgspec.Struct) -> Accepted | Refused:
+        """Ask the broker."""
+        reply = await self.bus.request(subjects.broker_rpc(verb), encode(message), timeout=30.0)
+        answer: Accepted | Refused = decode(reply.data, Accepted | Refused)  # type: ignore[arg-type]  # a union is not a type
+        return answer
+
+    # What workers report.
+
+    def reports(self, revision: int = 1) -> tuple[PartsReport, ...]:
+        """The complete reports of both source ranks."""
+        planned = plan(self.prefill.manifests, self.decode.manifests).parts
+        return tuple(
+            PartsReport(
+                handoff_id=HANDOFF,
+                incarnation=PREFILL.incarnation,
+                source_rank=rank,
+                revision=revision,
+                parts=tuple(
+                    PartDone(
+                        namespace=part.namespace,
+                        role=part.role,
+                        layer=part.layer,
+                        destination_rank=part.dst_rank,
+                        ranges=((0, 1 if part.role in {Role.CONV, Role.SSM} else NUM_PROMPT_TOKENS),),
+                    )
+                    for part in planned
+                    if part.src_rank == rank
+                ),
+                num_bytes=1000,
+                push_ms=2.0,
+            )
+            for rank in range(2)
+        )
+
+    async def publish_parts(self, *reports: PartsReport) -> None:
+        """Report as prefill does."""
+        for report in reports or self.reports():
+            await self.prefill.bus.publish(subjects.parts(HANDOFF), encode(report))
+
+    async def finish_prefill(self, **changes: Any) -> Accepted | Refused:
+        """Say that the prompt is computed."""
+        values: dict[str, Any] = {"first_token": 5, "compute_ms": 8.0} | changes
+        message = PrefillFinished(handoff_id=HANDOFF, **({"incarnation": PREFILL.incarnation} | values))
+        return await self.ask(BrokerVerb.PREFILL_FINISHED, message)
+
+    async def take_over(self) -> Accepted | Refused:
+        """Say that decode has begun."""
+        message = TakenOver(
+            handoff_id=HANDOFF,
+            incarnation=DECODE.incarnation,
+            prepare_ms=0.5,
+            enqueue_ms=0.25,
+            total_ms=0.75,
+            first_step_ns=1,
+        )
+        return await self.ask(BrokerVerb.TAKEN_OVER, message)
+
+    async def end(self, incarnation: str = DECODE.incarnation, **changes: Any) -> Accepted | Refused:
+        """Say that the last token was sent."""
+        values: dict[str, Any] = {"num_tokens": 12, "finish_reason": FinishReason.LENGTH} | changes
+        message = RequestEnded(handoff_id=HANDOFF, incarnation=incarnation, **values)
+        return await self.ask(BrokerVerb.ENDED, message)
+
+    # What is to be seen.
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that must happen."""
+        async with asyncio.timeout(120):
+            while not condition():
+                await self.clock.sleep(0.002)
+
+    async def record(self) -> HandoffRecord:
+        """The truth about the handoff."""
+        bucket = await self.bus.ensure_bucket(self.broker._records._config)
+        entry = await bucket.get(HANDOFF)
+        assert entry is not None
+        return decode(entry.value, HandoffRecord)
+
+    async def events(self) -> list[HandoffEvent]:
+        """Every event that was published."""
+        assert await self.broker._bus.flush_events()
+        return [
+            decode(stored.data, HandoffEvent)
+            async for stored in self.bus.read_stream(subjects.EVENTS_STREAM, subjects.EVENTS_FILTER)
+        ]
+
+
+def in_world(scenario: Callable[[World, MemoryServer], Awaitable[None]], **settings: Any) -> None:
+    """Run a scenario on the in-memory bus in virtual time, then stop everybody."""
+
+    async def main(clock: VirtualClock) -> None:
+        server = MemoryServer(clock)
+
+        async def connect() -> Bus:
+            return server.connect()
+
+        async with asyncio.timeout(600), asyncio.TaskGroup() as group:
+            world = World(connect, clock, group)
+            await world.open(**settings)
+            await scenario(world, server)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    run_virtual(main)
