@@ -1,0 +1,278 @@
+"""One rank of an engine: its part of the model, its caches, its sequences, and the answer to every command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, assert_never
+
+import torch
+
+from common.dataplane.port import DataPlane, Quiescence
+from common.engine.attention_metadata import AttentionGeometry
+from common.engine.cache import TORCH_DTYPES, LayerCaches, cache_shape
+from common.engine.collectives.port import Collectives
+from common.engine.config import ModelConfig, load_config
+from common.engine.device.cpu import CpuDevice
+from common.engine.device.port import Device
+from common.engine.fingerprint import checkpoint_fingerprint
+from common.engine.model import Model
+from common.engine.peers import CONNECT_TIMEOUT_S, PeerTable
+from common.engine.pusher import Pusher
+from common.engine.sampler import Sampler
+from common.engine.shard import RankShard
+from common.engine.step_buffers import StepBuffers
+from common.engine.step_runner import BoundSequence, StepRunner
+from common.engine.weights import ModelWeights, load_weights
+from common.layout.region import lay_out
+from common.runtime.clock import Clock
+from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
+from contracts.manifest import Coordinates, Dtype
+from contracts.rank import (
+    AddPeerRank,
+    BindSequence,
+    Done,
+    LinkPeer,
+    PartPushed,
+    RankAnswer,
+    RankCommand,
+    RankProgress,
+    RankScan,
+    RankStarted,
+    ReleaseSequences,
+    ScanRank,
+    StartRank,
+    StepPlan,
+    StopRank,
+    UnlinkPeer,
+)
+from contracts.requests import WorkerRef
+
+DEVICES: Final = {"cpu": CpuDevice}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPorts:
+    """What a rank is given from outside. `emit` may be called from two threads, and must not wait without a bound."""
+
+    collectives: Collectives | None
+    data_plane: DataPlane
+    clock: Clock
+    emit: Callable[[PartPushed | RankProgress], None]
+
+
+def error_info(error: Exception) -> ErrorInfo:
+    """An exception as it travels: ours as they are, others as internal errors that name their type."""
+    if isinstance(error, PdmeshError):
+        return error.info
+    return ErrorInfo(code=ErrorCode.INTERNAL, message=f"{type(error).__name__}: {error}")
+
+
+class Rank:
+    """Made by a `StartRank`. `handle` answers every other command; one thread makes all calls.
+
+    Raises what is wrong with the start: `InvalidValueError` for sizes, dtype, device or an illegal cut, `CheckpointError` for the
+    checkpoint, `DataPlaneError` for memory.
+    """
+
+    def __init__(self, start: StartRank, ports: RankPorts) -> None:
+        started_at = ports.clock.monotonic()
+        self._start = start
+        self._ports = ports
+        device = _device(start.device)
+        device.prepare_process()
+        dtype = _dtype(start.dtype)
+        if start.num_speculative_tokens:
+            rule = "0: this engine decodes one token at a time"
+            raise InvalidValueError(field="num_speculative_tokens", value=start.num_speculative_tokens, rule=rule)
+        folder = Path(start.model_dir)
+        config = load_config(folder)
+        shard = RankShard(config=config, tp_rank=start.rank, tp_size=start.tp)
+        shape = cache_shape(
+            config, dtype=dtype, block_size=start.block_size, num_blocks=start.num_blocks, num_slots=start.num_slots
+        )
+        region_map = lay_out(shape, Coordinates(tp_rank=start.rank, tp_size=start.tp))
+        self._progress("weights", 0)
+        weights = load_weights(folder, shard, TORCH_DTYPES[dtype])
+        self._progress("caches", 1)
+        self._region = ports.data_plane.allocate(region_map.nbytes, start.num_blocks + start.num_slots)
+        self._caches = LayerCaches(region_map, self._region.data)
+        self._peers = PeerTable(start.rank, ports.data_plane)
+        self._pusher = Pusher(start.rank, self._region, start.block_size, ports.clock, ports.emit)
+        self._sequences: dict[int, BoundSequence] = {}
+        geometry = AttentionGeometry(
+            num_query_heads=len(shard.query_heads), num_kv_heads=len(shard.kv_heads), block_size=start.block_size
+        )
+        self._steps = StepRunner(
+            model=Model(shard, weights, self._caches, ports.collectives, device),
+            buffers=StepBuffers(
+                geometry,
+                max_tokens=start.max_step_tokens,
+                max_sequences=start.max_step_sequences,
+                device=device.torch_device,
+            ),
+            sampler=Sampler(config.eos_token_ids),
+            collectives=ports.collectives,
+            pusher=self._pusher,
+            clock=ports.clock,
+        )
+        self.started: Final = RankStarted(
+            rank=start.rank,
+            pid=os.getpid(),
+            manifest=region_map.manifest(
+                worker_id=start.worker_id,
+                incarnation=start.incarnation,
+                model=checkpoint_fingerprint(folder, config, dtype),
+            ),
+            region=self._region.descriptor,
+            num_weight_bytes=num_weight_bytes(weights),
+            num_region_bytes=region_map.nbytes,
+            load_ms=(ports.clock.monotonic() - started_at) * 1000,
+        )
+        self._config: ModelConfig = config
+        self._progress("ready", 2)
+
+    def handle(self, command: RankCommand) -> RankAnswer:
+        """Answer one command. What goes wrong is in the answer; nothing is raised for a command that is merely refused."""
+        if isinstance(command, StepPlan):
+            return self._steps.run(command, self._sequences, self._start.rank)
+        try:
+            return self._answer(command)
+        except Exception as error:  # noqa: BLE001 - every command is answered, and the answer carries the error
+            return Done(rank=self._start.rank, error=error_info(error))
+
+    def close(self) -> None:
+        """End the pusher, let go of peers and memory. Idempotent."""
+        self._pusher.close()
+        self._peers.close()
+        if self._ports.collectives is not None:
+            self._ports.collectives.close()
+        self._region.close()
+        self._ports.data_plane.close()
+
+    def _answer(self, command: RankCommand) -> RankAnswer:
+        done = Done(rank=self._start.rank)
+        match command:
+            case BindSequence():
+                self._bind(command)
+            case ReleaseSequences():
+                return self._release(command)
+            case AddPeerRank():
+                self._peers.add(command)
+            case LinkPeer():
+                self._peers.link(command.peer, self._ports.clock.monotonic() + CONNECT_TIMEOUT_S)
+            case UnlinkPeer():
+                self._peers.unlink(command.peer)
+            case ScanRank():
+                return self._scan()
+            case StartRank():
+                raise InvalidValueError(field="start_rank", value=command.rank, rule="the first message, once")
+            case StopRank() | StepPlan():
+                raise InvalidValueError(field="command", value=type(command).__name__, rule="not one for this method")
+            case _:
+                assert_never(command)
+        return done
+
+    def _progress(self, phase: str, done: int) -> None:
+        self._ports.emit(RankProgress(rank=self._start.rank, phase=phase, done=done, total=2))
+
+    def _cells(self, binding: BindSequence) -> tuple[int, ...]:
+        return (*binding.block_ids, self._start.num_blocks + binding.slot)
+
+    def _bind(self, binding: BindSequence) -> None:
+        self._check_binding(binding)
+        peer = None
+        if binding.push is not None:
+            grant = binding.push.grant
+            peer = self._peers.find(WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation))
+        # States are zeroed before the cells allow anybody to write.
+        self._caches.zero_slot(binding.slot)
+        self._region.set_generations(self._cells(binding), binding.generation)
+        self._sequences[binding.seq] = BoundSequence(binding=binding, peer=peer)
+
+    def _check_binding(self, binding: BindSequence) -> None:
+        if binding.seq in self._sequences:
+            raise InvalidValueError(field="seq", value=binding.seq, rule="not bound already")
+        if not 0 <= binding.slot < self._start.num_slots:
+            raise InvalidValueError(field="slot", value=binding.slot, rule=f"0 to {self._start.num_slots - 1}")
+        blocks = set(binding.block_ids)
+        if len(blocks) != len(binding.block_ids) or not blocks <= set(range(self._start.num_blocks)):
+            rule = f"different ids from 0 to {self._start.num_blocks - 1}"
+            raise InvalidValueError(field="block_ids", value=binding.block_ids, rule=rule)
+        for other in self._sequences.values():
+            if other.binding.slot == binding.slot:
+                raise InvalidValueError(
+                    field="slot", value=binding.slot, rule=f"not held by sequence {other.binding.seq}"
+                )
+            shared = blocks.intersection(other.binding.block_ids)
+            if shared:
+                rule = f"none held by sequence {other.binding.seq}"
+                raise InvalidValueError(field="block_ids", value=sorted(shared), rule=rule)
+
+    def _release(self, command: ReleaseSequences) -> Done:
+        deadline = self._ports.clock.monotonic() + command.timeout_ms / 1000
+        held = [self._sequences[seq] for seq in command.seqs if seq in self._sequences]
+        self._pusher.drop(command.seqs)
+        indeterminate = []
+        for sequence in held:
+            binding = sequence.binding
+            cells = self._cells(binding)
+            quiescence = self._region.revoke(cells, cells[-1], command.generation, deadline)
+            # What is being read here must stay as it is: another sequence's content would arrive under this one's name.
+            if quiescence is Quiescence.YES and self._pusher.wait_idle(binding.seq, deadline):
+                del self._sequences[binding.seq]
+            else:
+                indeterminate.append(binding.seq)
+        return Done(rank=self._start.rank, indeterminate=tuple(indeterminate))
+
+    def _scan(self) -> RankScan:
+        links = []
+        for entry in Path("/proc/self/fd").iterdir():
+            try:
+                links.append(str(entry.readlink()))
+            except OSError:  # the one that listed the folder
+                continue
+        return RankScan(
+            rank=self._start.rank,
+            seqs=tuple(sorted(self._sequences)),
+            num_queued_pushes=self._pusher.num_queued,
+            num_open_fds=len(links),
+            num_memfds=sum("memfd:" in link for link in links),
+        )
+
+
+def _device(name: str) -> Device:
+    adapter = DEVICES.get(name)
+    if adapter is None:
+        raise InvalidValueError(field="device", value=name, rule=f"one of {', '.join(DEVICES)}")
+    return adapter()
+
+
+def _dtype(name: str) -> Dtype:
+    try:
+        return Dtype(name)
+    except ValueError as error:
+        raise InvalidValueError(field="dtype", value=name, rule=f"one of {', '.join(Dtype)}") from error
+
+
+def num_weight_bytes(weights: ModelWeights) -> int:
+    """Bytes of all tensors of a rank's weights, a shared one counted once."""
+    found: dict[int, int] = {}
+
+    def walk(value: object) -> None:
+        match value:
+            case torch.Tensor():
+                found[value.data_ptr()] = value.nbytes
+            case tuple():
+                for item in value:
+                    walk(item)
+            case _ if hasattr(value, "__dataclass_fields__"):
+                for name in value.__dataclass_fields__:
+                    walk(getattr(value, name))
+            case _:
+                raise TypeError(f"weights hold a {type(value).__name__}")
+
+    walk(weights)
+    return sum(found.values())

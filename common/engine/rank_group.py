@@ -1,0 +1,368 @@
+"""The engine port over a group of ranks: sends each command to all, gathers one answer of each, gives one verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from common.engine.config import load_config
+from common.engine.port import EngineDeadError, EngineError, EngineInfo, StepResult
+from common.engine.rank_launch import Launcher, RankHandle
+from common.runtime.clock import SystemClock
+from contracts.errors import CodecError, ErrorCode, ErrorInfo, InvalidValueError
+from contracts.rank import (
+    MAX_RANK_MESSAGE_BYTES,
+    AddPeerRank,
+    BindSequence,
+    Done,
+    LinkPeer,
+    PartPushed,
+    PeerSide,
+    RankAnswer,
+    RankCommand,
+    RankProgress,
+    RankScan,
+    RankStarted,
+    ReleaseSequences,
+    ScanRank,
+    StartRank,
+    StepDone,
+    StepPlan,
+    StopRank,
+    UnlinkPeer,
+    decode_message,
+    encode,
+)
+from contracts.requests import WorkerRef
+from contracts.workers import WorkerDescription
+
+MAX_PUSH_REPORTS: Final = 1 << 16
+
+AnswerT = TypeVar("AnswerT", bound=RankAnswer)
+ReportT = TypeVar("ReportT", PartPushed, RankProgress)
+
+
+class RankGroupTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to wait for all ranks, in seconds. A release waits for its own timeout on top of `command_s`."""
+
+    start_s: float = 300.0
+    command_s: float = 60.0
+    link_s: float = 60.0
+    step_s: float = 120.0
+    stop_s: float = 5.0
+
+
+class _Ask:
+    """One command under way: an answer of each rank, in any order of ranks."""
+
+    def __init__(self, size: int, future: asyncio.Future[None]) -> None:
+        self.answers: list[RankAnswer | None] = [None] * size
+        self.future = future
+
+    def put(self, rank: int, answer: RankAnswer) -> None:
+        self.answers[rank] = answer
+        if None not in self.answers and not self.future.done():
+            self.future.set_result(None)
+
+
+class RankGroup:
+    """See `common.engine.port.Engine`. `starts` are the start messages of the ranks, in rank order.
+
+    A rank that dies, breaks the protocol, or does not answer in time makes the engine dead: every call from then on raises
+    `EngineDeadError`, and so do those that wait. `stop` may be called in any state.
+    """
+
+    def __init__(
+        self, starts: Sequence[StartRank], launcher: Launcher, timeouts: RankGroupTimeouts | None = None
+    ) -> None:
+        for number, start in enumerate(starts):
+            if start.rank != number or start.tp != len(starts):
+                rule = f"rank {number} of tp {len(starts)}"
+                raise InvalidValueError(field=f"starts[{number}]", value=(start.rank, start.tp), rule=rule)
+        if not starts:
+            raise InvalidValueError(field="starts", value=starts, rule="at least one rank")
+        self._starts = tuple(starts)
+        self._launcher = launcher
+        self._timeouts = timeouts or RankGroupTimeouts()
+        self._connections: list[socket.socket] = []
+        self._handles: list[RankHandle] = []
+        self._pending: list[deque[_Ask]] = [deque() for _ in starts]
+        self._turn = asyncio.Lock()
+        # Reports are taken in even when nobody reads: a rank must not block on a slow reader. Beyond the bound the engine dies.
+        self._pushes: asyncio.Queue[PartPushed | None] = asyncio.Queue(MAX_PUSH_REPORTS)
+        self._progress: asyncio.Queue[RankProgress | None] = asyncio.Queue(MAX_PUSH_REPORTS)
+        self._death: str | None = None
+        self._stopping = False
+        self._manifests: tuple[RankStarted, ...] = ()
+
+    async def start(self) -> EngineInfo:
+        """See `Engine.start`."""
+        config = load_config(Path(self._starts[0].model_dir))
+        try:
+            await self._launch()
+            answers = await self._ask(self._starts, RankStarted, self._timeouts.start_s)
+        except BaseException:
+            await self.stop()
+            raise
+        self._manifests = answers
+        fingerprints = {answer.manifest.model for answer in answers}
+        if len(fingerprints) != 1:
+            await self.stop()
+            raise EngineError(f"model_dir: the ranks read {len(fingerprints)} different checkpoints")
+        first = self._starts[0]
+        return EngineInfo(
+            model_fingerprint=fingerprints.pop(),
+            vocab_size=config.vocab_size,
+            eos_token_ids=frozenset(config.eos_token_ids),
+            max_position=config.max_position_embeddings,
+            num_layers=config.num_hidden_layers,
+            block_size=first.block_size,
+            num_blocks=first.num_blocks,
+            num_slots=first.num_slots,
+            ranks=answers,
+        )
+
+    async def link(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
+        """See `Engine.link`. This engine is the source."""
+        commands: list[RankCommand] = [
+            AddPeerRank(peer=peer, side=PeerSide.SOURCE, manifest=own.manifest) for own in self._manifests
+        ]
+        commands += [
+            AddPeerRank(peer=peer, side=PeerSide.DESTINATION, manifest=rank.manifest, region=rank.region)
+            for rank in ranks
+        ]
+        commands.append(LinkPeer(peer=peer))
+        try:
+            for command in commands:
+                await self._tell(command, self._timeouts.link_s)
+        except EngineError:
+            # Some rank may have linked: all forget it alike.
+            await self.unlink(peer)
+            raise
+
+    async def unlink(self, peer: WorkerRef) -> None:
+        """See `Engine.unlink`."""
+        await self._tell(UnlinkPeer(peer=peer), self._timeouts.command_s)
+
+    async def bind(self, binding: BindSequence) -> None:
+        """See `Engine.bind`."""
+        answers = await self._ask([binding] * len(self._starts), Done, self._timeouts.command_s)
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if errors and len(errors) < len(answers):
+            # No rank may hold what another does not. No grant of this generation has been given out, so nobody writes.
+            await self.release((binding.seq,), binding.generation, 0)
+        if errors:
+            self._raise_verdict(errors, len(answers))
+
+    async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
+        """See `Engine.release`."""
+        command = ReleaseSequences(seqs=seqs, generation=generation, timeout_ms=timeout_ms)
+        answers = await self._tell(command, self._timeouts.command_s + timeout_ms / 1000 * max(1, len(seqs)))
+        return frozenset(seq for answer in answers for seq in answer.indeterminate)
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """See `Engine.step`."""
+        answers = await self._ask([plan] * len(self._starts), StepDone, self._timeouts.step_s)
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if errors:
+            self._raise_verdict(errors, len(answers))
+        return StepResult(
+            step=plan.step,
+            tokens=answers[0].tokens,
+            started_ns=min(answer.started_ns for answer in answers),
+            ended_ns=max(answer.ended_ns for answer in answers),
+            layer_started_ns=tuple(answer.layer_started_ns for answer in answers)
+            if any(answer.layer_started_ns for answer in answers)
+            else (),
+        )
+
+    async def scan(self) -> tuple[RankScan, ...]:
+        """See `Engine.scan`."""
+        return await self._ask([ScanRank()] * len(self._starts), RankScan, self._timeouts.command_s)
+
+    async def next_push(self) -> PartPushed:
+        """See `Engine.next_push`. Raises `EngineDeadError` when there will be none any more."""
+        return await self._next(self._pushes)
+
+    async def next_progress(self) -> RankProgress:
+        """See `Engine.next_progress`. Raises `EngineDeadError` when there will be none any more."""
+        return await self._next(self._progress)
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        if self._stopping:
+            return
+        self._stopping = True
+        for connection in self._connections:
+            try:
+                connection.send(encode(StopRank()))
+            except OSError:
+                continue  # it has ended already, or is stuck and will be killed
+        self._die("the engine was stopped")
+        handles, self._handles = self._handles, []
+        await asyncio.to_thread(_end, handles, self._timeouts.stop_s)
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+        self._launcher.close()
+
+    async def _launch(self) -> None:
+        ours: list[socket.socket] = []
+        theirs: list[socket.socket] = []
+        try:
+            for _ in self._starts:
+                here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                ours.append(here)
+                theirs.append(there)
+            launch = asyncio.get_running_loop().run_in_executor(None, self._launcher.launch, theirs)
+            try:
+                self._handles = await asyncio.shield(launch)
+            except asyncio.CancelledError:
+                # The thread cannot be interrupted: let it end, so that `stop` finds what it started.
+                self._handles = await launch
+                raise
+        except BaseException:
+            for connection in ours:
+                connection.close()
+            raise
+        finally:
+            for connection in theirs:
+                connection.close()
+        loop = asyncio.get_running_loop()
+        for rank, connection in enumerate(ours):
+            connection.setblocking(False)
+            self._connections.append(connection)
+            loop.add_reader(connection, self._read, rank)
+
+    async def _tell(self, command: RankCommand, timeout_s: float) -> tuple[Done, ...]:
+        """Send one command to all ranks; raise the verdict when any of them refuses."""
+        answers = await self._ask([command] * len(self._starts), Done, timeout_s)
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if errors:
+            self._raise_verdict(errors, len(answers))
+        return answers
+
+    def _raise_verdict(self, errors: Sequence[ErrorInfo], size: int) -> None:
+        """One error for all: the first rank's, and how many ranks had one when it was not all of them."""
+        lost = next((error for error in errors if error.code is ErrorCode.WORKER_LOST), None)
+        if lost is not None:
+            self._die(lost.message)
+            raise EngineDeadError(lost.message)
+        share = "" if len(errors) == size else f" (on {len(errors)} of {size} ranks)"
+        raise EngineError(errors[0].message + share, code=errors[0].code, param=errors[0].param)
+
+    async def _ask(self, commands: Sequence[RankCommand], kind: type[AnswerT], timeout_s: float) -> tuple[AnswerT, ...]:
+        """One answer of each rank. An answer of another kind is a refused start (`Done` with an error) or a broken protocol."""
+        loop = asyncio.get_running_loop()
+        ask = _Ask(len(commands), loop.create_future())
+        try:
+            async with asyncio.timeout(timeout_s), self._turn:
+                self._check_alive()
+                messages = [encode(command) for command in commands]
+                for rank, message in enumerate(messages):
+                    # From here on the answer will come, whether somebody still waits for it or not.
+                    self._pending[rank].append(ask)
+                    await self._send(rank, message)
+                await ask.future
+        except TimeoutError as error:
+            silent = [rank for rank, answer in enumerate(ask.answers) if answer is None]
+            self._die(f"ranks {silent} did not answer {type(commands[0]).__name__} within {timeout_s} s")
+            raise EngineDeadError(self._death or "") from error
+        answers = tuple(answer for answer in ask.answers if isinstance(answer, kind))
+        if len(answers) != len(commands):
+            refused = [a.error for a in ask.answers if isinstance(a, Done) and a.error is not None]
+            if refused:
+                self._raise_verdict(refused, len(commands))
+            self._die(f"a rank answered {type(commands[0]).__name__} with another kind of message")
+            self._check_alive()
+        return answers
+
+    async def _send(self, rank: int, message: bytes) -> None:
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._connections[rank], message)
+        except OSError as error:
+            self._die(f"rank {rank} is gone: {error}")
+            raise EngineDeadError(self._death or "") from error
+        except asyncio.CancelledError:
+            # Nobody knows whether this rank has the command that others have.
+            self._die(f"sending to rank {rank} was interrupted")
+            raise
+
+    def _read(self, rank: int) -> None:
+        """Take in what a rank has sent; called by the event loop."""
+        while True:
+            try:
+                data = self._connections[rank].recv(MAX_RANK_MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._die(f"rank {rank} is gone: {error}")
+                return
+            if not data:
+                self._die(f"rank {rank} ended")
+                return
+            try:
+                message = decode_message(data)
+                match message:
+                    case PartPushed():
+                        self._pushes.put_nowait(message)
+                    case RankProgress():
+                        self._progress.put_nowait(message)
+                    case RankStarted() | StepDone() | RankScan() | Done():
+                        self._pending[rank].popleft().put(rank, message)
+            except (CodecError, asyncio.QueueFull, IndexError) as error:
+                self._die(f"rank {rank} broke the protocol: {type(error).__name__}: {error}")
+                return
+
+    def _die(self, reason: str) -> None:
+        """Give the engine up: nobody waits any longer. Idempotent; the first reason stays."""
+        if self._death is not None:
+            return
+        self._death = reason
+        loop = asyncio.get_running_loop()
+        for connection in self._connections:
+            loop.remove_reader(connection)
+        for asks in self._pending:
+            for ask in asks:
+                if not ask.future.done():
+                    ask.future.set_exception(EngineDeadError(reason))
+                    # The caller may have gone; a failure that nobody awaits is no news then.
+                    ask.future.exception()
+            asks.clear()
+        for queue in (self._pushes, self._progress):
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(None)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        if not self._connections:
+            raise EngineDeadError("the engine has not been started")
+
+    async def _next(self, queue: asyncio.Queue[ReportT | None]) -> ReportT:
+        report = await queue.get()
+        if report is None:
+            queue.put_nowait(None)
+            raise EngineDeadError(self._death or "")
+        return report
+
+
+def _end(handles: Sequence[RankHandle], timeout_s: float) -> None:
+    """Wait for all ranks, then kill those that are left and wait again. Blocks for at most twice the timeout."""
+    clock = SystemClock()
+    for attempt in range(2):
+        deadline = clock.monotonic() + timeout_s
+        alive = [handle for handle in handles if not handle.join(max(0.0, deadline - clock.monotonic()))]
+        if not alive:
+            return
+        if attempt == 0:
+            for handle in alive:
+                handle.kill()
+        handles = alive

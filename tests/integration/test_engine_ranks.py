@@ -1,0 +1,323 @@
+"""Ranks behind the engine port: the same tokens for every number of ranks, in threads and in processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.engine.collectives.threads import ThreadGroup
+from common.engine.port import EngineDeadError, EngineError, EngineInfo
+from common.engine.rank_group import RankGroup, RankGroupTimeouts
+from common.engine.rank_launch import Launcher, ProcessLauncher, ThreadLauncher
+from common.engine.rank_process import RankEnvironment, open_shm, serve
+from common.runtime.clock import SystemClock
+from contracts.rank import BindSequence, StartRank, StepItem, StepPlan
+from contracts.requests import SamplingParams
+
+TIMEOUT_S = 60
+NUM_TOKENS = 64
+
+
+def thread_launcher(size: int, timeout_s: float = 20.0) -> ThreadLauncher:
+    """Ranks in threads of this process."""
+    group = ThreadGroup(size, timeout_s=timeout_s)
+    clock = SystemClock()
+
+    def serve_rank(connection: socket.socket, rank: int, size: int) -> None:
+        environment = RankEnvironment(
+            clock=clock,
+            join=lambda start: group.join(start.rank) if size > 1 else None,
+            open_data_plane=lambda start: open_shm(start, clock),
+        )
+        serve(connection, environment)
+
+    return ThreadLauncher(serve_rank)
+
+
+def starts(folder: Path, directory: Path, tp: int, **changes: Any) -> list[StartRank]:
+    """Start messages of all ranks of one worker."""
+    values: dict[str, Any] = {
+        "worker_id": "w1",
+        "incarnation": "i1",
+        "tp": tp,
+        "model_dir": str(folder),
+        "block_size": 16,
+        "num_blocks": 128,
+        "num_slots": 6,
+        "max_step_tokens": 256,
+        "max_step_sequences": 8,
+        "transport_dir": str(directory),
+    } | changes
+    return [StartRank(rank=rank, **values) for rank in range(tp)]
+
+
+@asynccontextmanager
+async def engine(messages: Sequence[StartRank], launcher: Launcher) -> AsyncIterator[tuple[RankGroup, EngineInfo]]:
+    """A started engine, stopped at the end."""
+    group = RankGroup(messages, launcher, RankGroupTimeouts(start_s=TIMEOUT_S, command_s=30, step_s=30, stop_s=5))
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            info = await group.start()
+        yield group, info
+    finally:
+        async with asyncio.timeout(TIMEOUT_S):
+            await group.stop()
+
+
+def binding(seq: int, num_prompt_tokens: int, **changes: Any) -> BindSequence:
+    """A binding of 28 blocks and one slot that no other sequence number has."""
+    values: dict[str, Any] = {
+        "seq": seq,
+        "handoff_id": f"h{seq}",
+        "generation": seq + 1,
+        "block_ids": tuple(range(seq * 28, seq * 28 + 28)),
+        "slot": seq,
+        "num_prompt_tokens": num_prompt_tokens,
+        "sampling": SamplingParams(max_tokens=NUM_TOKENS, seed=3, temperature=0.0),
+    } | changes
+    return BindSequence(**values)
+
+
+async def generate(group: RankGroup, prompts: Sequence[tuple[int, ...]], chunk: int = 60) -> list[tuple[int, ...]]:
+    """Prefill in chunks beside running decodes, which name their token as the one sampled before."""
+    for seq, prompt in enumerate(prompts):
+        await group.bind(binding(seq, len(prompt)))
+    done = [0] * len(prompts)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    step = 0
+    while any(len(output) < NUM_TOKENS for output in outputs):
+        items = []
+        for seq, prompt in enumerate(prompts):
+            if len(outputs[seq]) >= NUM_TOKENS:
+                continue
+            if done[seq] < len(prompt):
+                piece = prompt[done[seq] : done[seq] + chunk]
+                last = done[seq] + len(piece) == len(prompt)
+                items.append(
+                    StepItem(
+                        seq=seq,
+                        start=done[seq],
+                        num_tokens=len(piece),
+                        token_ids=piece,
+                        sample=last,
+                        last_chunk=last,
+                    )
+                )
+                done[seq] += len(piece)
+            else:
+                items.append(StepItem(seq=seq, start=done[seq], num_tokens=1, sample=True))
+                done[seq] += 1
+        result = await group.step(StepPlan(step=step, items=tuple(items)))
+        step += 1
+        for token in result.tokens:
+            assert token.position == done[token.seq]
+            outputs[token.seq].append(token.token_id)
+    return [tuple(output) for output in outputs]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+async def test_any_number_of_ranks_gives_the_reference_tokens(reference: Any, tmp_path: Path, tp: int) -> None:
+    """64 greedy tokens of every prompt, with the vocabulary, all heads and both states cut over 1, 2 and 4 ranks."""
+    prompts = [prompt.token_ids for prompt in reference.prompts]
+    async with engine(starts(reference.folder, tmp_path, tp), thread_launcher(tp)) as (group, info):
+        assert info.vocab_size == 250
+        assert info.eos_token_ids == {1, 2}
+        assert [rank.manifest.coordinates.tp_rank for rank in info.ranks] == list(range(tp))
+        outputs = await generate(group, prompts)
+    assert outputs == [prompt.output_ids for prompt in reference.prompts]
+
+
+async def test_rank_processes_give_the_reference_tokens(reference: Any, tmp_path: Path) -> None:
+    """Two processes with collectives over shared memory, started, used, scanned and stopped."""
+    prompts = [prompt.token_ids for prompt in reference.prompts]
+    async with engine(starts(reference.folder, tmp_path, 2), ProcessLauncher()) as (group, info):
+        assert len({rank.pid for rank in info.ranks}) == 2
+        outputs = await generate(group, prompts)
+        scans = await group.scan()
+        assert [scan.seqs for scan in scans] == [(0, 1, 2, 3)] * 2
+        assert await group.release((0, 1, 2, 3, 77), 50, 1000) == frozenset()
+        assert [scan.seqs for scan in await group.scan()] == [()] * 2
+    assert outputs == [prompt.output_ids for prompt in reference.prompts]
+
+
+async def test_a_command_that_is_refused_leaves_the_engine_as_it_was(reference: Any, tmp_path: Path) -> None:
+    """Double bindings, foreign slots and blocks, and steps that make no sense are errors with the rule; the engine goes on."""
+    async with engine(starts(reference.folder, tmp_path, 2), thread_launcher(2)) as (group, _):
+        await group.bind(binding(0, 4))
+
+        async def refused(call: Any, rule: str) -> None:
+            with pytest.raises(EngineError, match=rule):
+                await call
+
+        await refused(group.bind(binding(0, 4)), "not bound already")
+        await refused(group.bind(binding(1, 4, slot=0)), "not held by sequence 0")
+        await refused(group.bind(binding(1, 4, slot=6)), "slot: 6")
+        await refused(group.bind(binding(1, 4, block_ids=(27, 28))), "none held by sequence 0")
+        await refused(group.bind(binding(1, 4, block_ids=(128,))), "different ids from 0 to 127")
+
+        def item(**changes: Any) -> StepPlan:
+            values: dict[str, Any] = {"seq": 0, "start": 0, "num_tokens": 1, "token_ids": (5,)} | changes
+            return StepPlan(step=1, items=(StepItem(**values),))
+
+        await refused(group.step(item(seq=9)), "a bound sequence")
+        await refused(group.step(item(token_ids=())), "last sampled token")
+        await refused(group.step(item(num_tokens=2)), "1 token ids given")
+        await refused(group.step(item(token_ids=(250,))), "vocab_size")
+        await refused(group.step(item(start=28 * 16)), "blocks of a sequence")
+        await refused(group.step(StepPlan(step=1, items=())), "tokens of a step")
+        result = await group.step(item(sample=True))
+        assert len(result.tokens) == 1
+        assert [scan.seqs for scan in await group.scan()] == [(0,)] * 2
+
+
+async def test_bad_starts_are_refused_with_their_reason(reference: Any, tmp_path: Path) -> None:
+    """An illegal cut, an unknown dtype and a checkpoint that is not there: the error of the ranks reaches the caller."""
+
+    async def refusal(tp: int, **changes: Any) -> str:
+        group = RankGroup(starts(reference.folder, tmp_path, tp, **changes), thread_launcher(tp))
+        with pytest.raises(EngineError) as caught:
+            await group.start()
+        with pytest.raises(EngineDeadError):
+            await group.scan()
+        return str(caught.value)
+
+    assert "divides num_attention_heads (4)" in await refusal(3)
+    assert "dtype: 'int8'" in await refusal(1, dtype="int8")
+    assert "device: 'abacus'" in await refusal(1, device="abacus")
+    assert "num_speculative_tokens: 2" in await refusal(1, num_speculative_tokens=2)
+    assert "transport: 'pigeon'" in await refusal(2, transport="pigeon")
+
+
+async def test_a_rank_that_dies_fails_the_engine_loudly(reference: Any, tmp_path: Path) -> None:
+    """Killing one process ends every waiting and every later call with an error, and `stop` still works."""
+    async with engine(starts(reference.folder, tmp_path, 2), ProcessLauncher()) as (group, _):
+        await group.bind(binding(0, 4))
+        group._handles[1].kill()
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            await group.next_push()
+        with pytest.raises(EngineDeadError):
+            await group.scan()
+
+
+async def test_tokens_are_the_same_sampled_alone_or_together(reference: Any, tmp_path: Path) -> None:
+    """Seeded sampling depends on seed and position, not on the batch or on the number of ranks."""
+    prompt = reference.prompts[0].token_ids
+    sampling = SamplingParams(max_tokens=8, seed=11, temperature=0.8, top_p=0.9, top_k=20)
+
+    async def sample(tp: int, seqs: Sequence[int]) -> list[int]:
+        async with engine(starts(reference.folder, tmp_path, tp), thread_launcher(tp)) as (group, _):
+            chosen: list[int] = []
+            for seq in seqs:
+                await group.bind(binding(seq, len(prompt), sampling=sampling))
+            start = 0
+            tokens: tuple[int, ...] = prompt
+            for step in range(8):
+                items = [
+                    StepItem(seq=seq, start=start, num_tokens=max(1, len(tokens)), token_ids=tokens, sample=True)
+                    for seq in seqs
+                ]
+                result = await group.step(StepPlan(step=step, items=tuple(items)))
+                assert len({token.token_id for token in result.tokens}) == 1
+                chosen.append(result.tokens[0].token_id)
+                start += max(1, len(tokens))
+                tokens = ()
+            return chosen
+
+    alone = await sample(1, [2])
+    assert await sample(1, [0, 1, 3]) == alone
+    assert await sample(2, [2, 1]) == alone
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, int], None]:
+    """Make a method of one rank fail: plant(target, name, rank)."""
+
+    def plant(target: str, name: str, rank: int) -> None:
+        import importlib
+        import threading
+
+        module, _, cls = target.rpartition(".")
+        owner = getattr(importlib.import_module(module), cls)
+        original = getattr(owner, name)
+
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == f"rank-{rank}":
+                raise RuntimeError("planted")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, faulty)
+
+    return plant
+
+
+async def test_one_rank_that_cannot_run_a_step_fails_it_on_all(
+    reference: Any, tmp_path: Path, planted: Callable[[str, str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure before the first collective is one verdict: nobody hangs, and the next step works."""
+    async with engine(starts(reference.folder, tmp_path, 2), thread_launcher(2)) as (group, _):
+        await group.bind(binding(0, 4))
+        plan = StepPlan(step=0, items=(StepItem(seq=0, start=0, num_tokens=2, token_ids=(5, 6), sample=True),))
+        planted("common.engine.step_buffers.StepBuffers", "fill", 1)
+        with pytest.raises(EngineError, match=r"ranks \[1\] cannot run"):
+            await group.step(plan)
+        monkeypatch.undo()
+        assert len((await group.step(plan)).tokens) == 1
+
+
+async def test_a_sampling_failure_is_everybodys(
+    reference: Any, tmp_path: Path, planted: Callable[[str, str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sampling rank tells the others that there is no token; the engine goes on."""
+    async with engine(starts(reference.folder, tmp_path, 2), thread_launcher(2)) as (group, _):
+        await group.bind(binding(0, 4))
+        plan = StepPlan(step=0, items=(StepItem(seq=0, start=0, num_tokens=2, token_ids=(5, 6), sample=True),))
+        planted("common.engine.sampler.Sampler", "sample", 0)
+        with pytest.raises(EngineError, match="planted"):
+            await group.step(plan)
+        monkeypatch.undo()
+        await group.bind(binding(1, 4))
+
+
+async def test_a_failure_inside_the_model_ends_the_engine(
+    reference: Any, tmp_path: Path, planted: Callable[[str, str, int], None]
+) -> None:
+    """Once one rank has left the collectives of a step, the ranks cannot agree any more: the engine is dead, at once."""
+    async with engine(starts(reference.folder, tmp_path, 2), thread_launcher(2)) as (group, _):
+        await group.bind(binding(0, 4))
+        plan = StepPlan(step=0, items=(StepItem(seq=0, start=0, num_tokens=2, token_ids=(5, 6), sample=True),))
+        planted("common.engine.linear_attention.LinearAttention", "mix", 1)
+        with pytest.raises(EngineDeadError, match="planted"):
+            await group.step(plan)
+        with pytest.raises(EngineDeadError):
+            await group.bind(binding(1, 4))
+
+
+async def test_a_bind_that_fails_on_one_rank_is_undone_on_the_others(
+    reference: Any, tmp_path: Path, planted: Callable[[str, str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank holds a sequence that another does not."""
+    async with engine(starts(reference.folder, tmp_path, 2), thread_launcher(2)) as (group, _):
+        planted("common.engine.cache.LayerCaches", "zero_slot", 1)
+        with pytest.raises(EngineError, match="on 1 of 2 ranks"):
+            await group.bind(binding(0, 4))
+        monkeypatch.undo()
+        assert [scan.seqs for scan in await group.scan()] == [(), ()]
+        await group.bind(binding(0, 4))
+
+
+async def test_stop_is_idempotent_and_cancelling_a_start_leaves_nothing(reference: Any, tmp_path: Path) -> None:
+    """A start that is cut short ends its ranks; stopping twice, or before a start, is fine."""
+    group = RankGroup(starts(reference.folder, tmp_path, 2), thread_launcher(2))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await group.start()
+    await group.stop()
+    await group.stop()
+    never = RankGroup(starts(reference.folder, tmp_path, 1), thread_launcher(1))
+    await never.stop()
