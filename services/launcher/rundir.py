@@ -9,8 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from contracts.errors import InvalidValueError
+
 _PREFIX: Final = "pdmesh-"
 _LOCK: Final = "lock"
+# A socket's path has at most 107 bytes; the longest in here is pdmesh-xxxxxxxx/tmp/pymp-xxxxxxxx/listener-xxxxxxxx.
+_MAX_BASE_BYTES: Final = 107 - len("/pdmesh-xxxxxxxx/tmp/pymp-xxxxxxxx/listener-xxxxxxxx")
 
 
 class RunDirectory:
@@ -18,11 +22,15 @@ class RunDirectory:
 
     `path/logs` holds the services' logs, `path/settings` what each was started with, `path/tmp` is their TMPDIR,
     `path/nats` the server's store. A lock tells living directories from those whose launcher was killed.
+    Raises InvalidValueError for a `base` whose path is too long.
     """
 
     def __init__(self, base: Path | None = None) -> None:
         self._base = Path(tempfile.gettempdir()) if base is None else base
         self._lock: int | None = None
+        if len(os.fsencode(self._base)) > _MAX_BASE_BYTES:
+            rule = f"a path of at most {_MAX_BASE_BYTES} bytes, since the mesh's sockets lie in it"
+            raise InvalidValueError(field="TMPDIR", value=str(self._base), rule=rule)
         sweep(self._base)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._base))
         # Locked before it gets its name, so that no sweep can find it unlocked.

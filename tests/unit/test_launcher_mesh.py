@@ -6,6 +6,8 @@ import asyncio
 import io
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -124,11 +126,12 @@ class _Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Stage:
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stage]:
     """Stand-ins, and a temporary folder of our own, so that what is left in it is seen."""
-    stage = _Stage(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(stage.temporary))
-    return stage
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        stage = _Stage(Path(folder))
+        monkeypatch.setattr("tempfile.tempdir", str(stage.temporary))
+        yield stage
 
 
 async def _all_up(mesh: RunningMesh) -> None:
