@@ -6,7 +6,7 @@ import secrets
 import sys
 
 from common.bus.nats import NatsBus
-from common.bus.port import StreamConfig
+from common.bus.storage import EVENTS_CONFIG
 from common.engine.port import Engine
 from common.runtime.admin import AdminRoutes, AdminServer
 from common.runtime.clock import Clock, SystemClock
@@ -18,9 +18,7 @@ from common.worker.engines import make_engine
 from common.worker.host import WorkerHost
 from common.worker.service import WorkerParts, WorkerService
 from common.worker.settings import WorkerSettings
-from contracts import ids, subjects
-
-_EVENTS_CONFIG = StreamConfig(name=subjects.EVENTS_STREAM, subjects=(subjects.EVENTS_FILTER,))
+from contracts import ids
 
 
 def run_worker(kind: type[WorkerService], argv: list[str]) -> int:
@@ -70,7 +68,7 @@ async def _start(
         on_closed=lifecycle.fail,
     )
     lifecycle.on_close("bus", bus.close)
-    await bus.ensure_stream(_EVENTS_CONFIG)
+    await bus.ensure_stream(EVENTS_CONFIG)
     service = kind(
         WorkerParts(
             settings=settings,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from common.bus.port import Bus
+from common.bus.rpc import RpcEdge
 from common.runtime.lifecycle import Log
 from common.worker.registration import Registration
-from common.worker.rpc import RpcEdge
 from common.worker.service import WorkerService
 from contracts import subjects
 

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Final
 
 from common.bus.errors import BusError
-from common.bus.port import Bucket, BucketConfig, Bus
+from common.bus.port import Bucket, Bus
+from common.bus.storage import WORKERS_CONFIG
 from common.runtime.lifecycle import Log
 from contracts.codec import encode
-from contracts.subjects import WORKERS_BUCKET
 from contracts.workers import WorkerRecord
 
 PUT_EVERY_S: Final = 2.0
-TIME_TO_LIVE_S: Final = 6.0
-WORKERS_CONFIG: Final = BucketConfig(name=WORKERS_BUCKET, ttl_s=TIME_TO_LIVE_S)
 
 
 class Registration:

@@ -11,6 +11,7 @@ import msgspec
 
 from common.bus.handoff_events import HandoffEvents
 from common.bus.port import Bucket, Bus
+from common.bus.rpc import Handler, RefusedError
 from common.engine.port import Engine, EngineInfo
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
@@ -24,7 +25,6 @@ from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import EngineLoop, StepOutcome
 from common.worker.process_scan import scan_process
-from common.worker.rpc import Handler, RefusedError
 from common.worker.settings import WorkerSettings
 from common.worker.token_stream import TokenStream
 from contracts import subjects

@@ -6,22 +6,20 @@ import asyncio
 import sys
 
 from common.bus.nats import NatsBus
-from common.bus.port import Bus, StreamConfig
+from common.bus.port import Bus
+from common.bus.storage import EVENTS_CONFIG
 from common.runtime.admin import AdminRoutes, AdminServer
 from common.runtime.clock import Clock, SystemClock
 from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
 from common.runtime.logging import configure_logging
 from common.runtime.metrics import Metrics
 from common.runtime.settings import SettingsError, load_from_arguments
-from contracts import subjects
 from services.broker.calls import Calls
 from services.broker.edges import BrokerEdges
 from services.broker.plans import Offload, Plans
 from services.broker.records import Records
 from services.broker.service import Broker
 from services.broker.settings import BrokerSettings
-
-EVENTS_CONFIG = StreamConfig(name=subjects.EVENTS_STREAM, subjects=(subjects.EVENTS_FILTER,))
 
 
 async def open_broker(

@@ -9,9 +9,9 @@ from typing import Final
 import msgspec
 
 from common.bus.port import Bus, Entry, Snapshot, Subscription, Watch
+from common.bus.rpc import Handler, RpcEdge
+from common.bus.storage import WORKERS_CONFIG
 from common.runtime.lifecycle import Log
-from common.worker.registration import WORKERS_CONFIG
-from common.worker.rpc import Handler, RpcEdge
 from contracts import subjects
 from contracts.codec import decode
 from contracts.errors import CodecError

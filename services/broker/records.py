@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from common.bus.errors import BusError, RevisionConflict, StorageRefused
-from common.bus.port import Bucket, BucketConfig, Bus
+from common.bus.port import Bucket, Bus
+from common.bus.storage import handoffs_config
 from common.runtime.clock import Clock, Deadline
 from contracts.codec import decode, encode
 from contracts.errors import CodecError, ErrorCode, ErrorInfo
 from contracts.handoff import HandoffRecord
-from contracts.subjects import HANDOFFS_BUCKET
 from services.broker.core.effects import StoreRecord
 from services.broker.core.events import RecordConflict, RecordStored, RecordUnwritten
 
@@ -26,7 +26,7 @@ class Records:
     def __init__(self, bus: Bus, clock: Clock, *, ttl_s: float, timeout_s: float) -> None:
         self._bus = bus
         self._clock = clock
-        self._config = BucketConfig(name=HANDOFFS_BUCKET, ttl_s=ttl_s)
+        self._config = handoffs_config(ttl_s)
         self._timeout_s = timeout_s
         self._bucket: Bucket | None = None
 

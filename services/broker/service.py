@@ -9,12 +9,12 @@ from typing import Final
 
 from common.bus.handoff_events import HandoffEvents
 from common.bus.port import Bus
+from common.bus.rpc import RefusedError
+from common.bus.storage import WORKER_TTL_S
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
-from common.worker.registration import TIME_TO_LIVE_S
-from common.worker.rpc import RefusedError
 from contracts import ids
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
 from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, TakenOver
@@ -94,7 +94,7 @@ class Broker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._reconnects = bus.reconnects
-        self._leases = Leases(ttl_s=TIME_TO_LIVE_S)
+        self._leases = Leases(ttl_s=WORKER_TTL_S)
         self.draining = False
         self._tasks = BoundedTasks(
             group,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from common.bus.rpc import Handler, RefusedError
 from common.engine.port import EngineError
 from common.runtime.clock import Deadline
 from common.worker.core.sequence import Sequence, SequenceState
 from common.worker.engine_loop import StepOutcome
 from common.worker.generation import GeneratingService
-from common.worker.rpc import Handler, RefusedError
 from common.worker.service import WorkerParts
 from contracts.codec import decode
 from contracts.errors import ErrorCode

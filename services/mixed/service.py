@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from common.bus.rpc import Handler
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
 from common.worker.generation import GeneratingService
-from common.worker.rpc import Handler
 from contracts.codec import decode
 from contracts.events import EventName
 from contracts.handoff import RunMixed

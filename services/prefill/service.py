@@ -11,11 +11,11 @@ import msgspec
 
 from common.bus.errors import BusError
 from common.bus.port import Bucket
+from common.bus.rpc import Handler, RefusedError
 from common.runtime.clock import Deadline
 from common.worker.core.parts import PartProgress, PushedParts
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
-from common.worker.rpc import Handler, RefusedError
 from common.worker.service import WorkerParts, WorkerService
 from contracts import subjects
 from contracts.codec import decode, encode

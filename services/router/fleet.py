@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from common.bus.port import Bus, Entry, Snapshot, Watch
+from common.bus.storage import WORKER_TTL_S, WORKERS_CONFIG
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
-from common.worker.registration import TIME_TO_LIVE_S, WORKERS_CONFIG
 from contracts.codec import decode
 from contracts.errors import CodecError
 from contracts.workers import WorkerRecord
@@ -19,7 +19,7 @@ class Fleet:
         self._bus = bus
         self._clock = clock
         self._log = log
-        self._table = WorkerTable(ttl_s=TIME_TO_LIVE_S)
+        self._table = WorkerTable(ttl_s=WORKER_TTL_S)
         self._reconnects = bus.reconnects
 
     async def open(self) -> Watch:

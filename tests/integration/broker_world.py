@@ -11,12 +11,12 @@ import structlog
 
 from common.bus.memory import MemoryServer
 from common.bus.port import Bus, Message, Subscription
+from common.bus.storage import WORKERS_CONFIG
 from common.engine.fake import FakeEngine
 from common.layout.planner import plan
 from common.runtime.clock import Clock
 from common.runtime.metrics import Metrics
 from common.runtime.virtual_time import VirtualClock, run_virtual
-from common.worker.registration import WORKERS_CONFIG
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from common.bus.memory import MemoryServer
-from common.worker.registration import WORKERS_CONFIG
+from common.bus.storage import WORKERS_CONFIG
 from contracts.codec import encode
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName

@@ -13,12 +13,12 @@ import structlog
 
 from common.bus.memory import MemoryBus, MemoryServer
 from common.bus.port import Subscription
+from common.bus.storage import WORKERS_CONFIG
 from common.engine.fake import FakeEngine, fake_token
 from common.engine.port import EngineError, StepResult
 from common.runtime.metrics import Metrics
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.host import WorkerHost
-from common.worker.registration import WORKERS_CONFIG
 from common.worker.service import WorkerParts, WorkerService
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts import subjects

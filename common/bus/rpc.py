@@ -1,4 +1,4 @@
-"""The edge of a worker: requests from the bus become calls, and what they return or raise becomes the answer."""
+"""The edge of a service: requests from the bus become calls, and what they return or raise becomes the answer."""
 
 from __future__ import annotations
 

@@ -1,0 +1,19 @@
+"""What the mesh keeps on the bus: the one place that says how each bucket and stream is made."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from common.bus.port import BucketConfig, StreamConfig
+from contracts.subjects import EVENTS_FILTER, EVENTS_STREAM, HANDOFFS_BUCKET, WORKERS_BUCKET
+
+WORKER_TTL_S: Final = 6.0
+"""Seconds after its last record that a worker counts as gone."""
+
+WORKERS_CONFIG: Final = BucketConfig(name=WORKERS_BUCKET, ttl_s=WORKER_TTL_S)
+EVENTS_CONFIG: Final = StreamConfig(name=EVENTS_STREAM, subjects=(EVENTS_FILTER,))
+
+
+def handoffs_config(keep_s: float) -> BucketConfig:
+    """The bucket of handoff records, each kept `keep_s` seconds after its last change."""
+    return BucketConfig(name=HANDOFFS_BUCKET, ttl_s=keep_s)
