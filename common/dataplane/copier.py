@@ -2,24 +2,29 @@
 
 What costs is not the copying but the calls: a piece of 2 KiB takes 0.4 µs to copy and over 1 µs to ask for from Python. So
 pieces at a regular distance are handed over as one strided copy (numpy, one inner loop in C, without the interpreter lock);
-runs that follow each other regularly are first joined into such a copy.
+runs that follow each other regularly are first joined into such a copy. What is left of a long list goes as scatters.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from common.dataplane.checks import check_runs
+from common.dataplane.scatter import LARGEST_BUFFERED_BYTES, Columns, Scatter
 from common.layout.run import Run
 
 if TYPE_CHECKING:
     import mmap
 
-CHUNK_BYTES: Final = 4 << 20
+CHUNK_BYTES: Final = 16 << 20
 """Most bytes copied between two looks at the deadline and the grant."""
+MANY_RUNS: Final = 64
+"""From how many runs on a list is handled as columns."""
 _FEW: Final = 4
 
 
@@ -87,28 +92,88 @@ def _joined(run: Run, after: Run) -> Run | None:
 def pieces(runs: Sequence[Run]) -> Iterator[Run]:
     """The joined runs, cut so that none moves more than `CHUNK_BYTES`."""
     for run in join_runs(runs):
-        if run.nbytes <= CHUNK_BYTES:
-            yield run
-        elif run.length > CHUNK_BYTES:
-            for item in range(run.count):
-                local = run.local_offset + item * run.local_stride
-                remote = run.remote_offset + item * run.remote_stride
-                for start in range(0, run.length, CHUNK_BYTES):
-                    length = min(CHUNK_BYTES, run.length - start)
-                    yield Run(local_offset=local + start, remote_offset=remote + start, length=length)
-        else:
-            per_chunk = CHUNK_BYTES // run.length
-            for item in range(0, run.count, per_chunk):
-                yield msgspec.structs.replace(
-                    run,
-                    local_offset=run.local_offset + item * run.local_stride,
-                    remote_offset=run.remote_offset + item * run.remote_stride,
-                    count=min(per_chunk, run.count - item),
-                )
+        yield from _cut(run)
+
+
+def _cut(run: Run) -> Iterator[Run]:
+    if run.nbytes <= CHUNK_BYTES:
+        yield run
+    elif run.length > CHUNK_BYTES:
+        for item in range(run.count):
+            local = run.local_offset + item * run.local_stride
+            remote = run.remote_offset + item * run.remote_stride
+            for start in range(0, run.length, CHUNK_BYTES):
+                length = min(CHUNK_BYTES, run.length - start)
+                yield Run(local_offset=local + start, remote_offset=remote + start, length=length)
+    else:
+        per_chunk = CHUNK_BYTES // run.length
+        for item in range(0, run.count, per_chunk):
+            yield msgspec.structs.replace(
+                run,
+                local_offset=run.local_offset + item * run.local_stride,
+                remote_offset=run.remote_offset + item * run.remote_stride,
+                count=min(per_chunk, run.count - item),
+            )
+
+
+class Batch:
+    """The runs of one transfer: checked first, then copied piece by piece."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        """Long lists are turned into columns once, for both uses."""
+        self._runs = runs
+        self._columns: Columns | None = None
+        if len(runs) >= MANY_RUNS:
+            with contextlib.suppress(OverflowError):  # such a run is out of any bounds, and is refused by name
+                self._columns = Columns(runs)
+
+    def refusal(self, local_length: int, remote_length: int) -> str:
+        """Why the runs may not be copied between data of these lengths; "" when they may."""
+        columns = self._columns
+        if columns is not None and columns.are_within(local_length, remote_length):
+            others = check_runs(columns.others, local_length, remote_length)
+            if not others:
+                return ""
+        return check_runs(self._runs, local_length, remote_length)
+
+    def pieces(self) -> Iterator[Run | Scatter]:
+        """Copies that together move the bytes of the runs, each of bounded size; their order is free."""
+        if self._columns is None:
+            yield from pieces(self._runs)
+            return
+        yield from pieces(self._columns.others)
+        for piece in self._columns.pieces():
+            if isinstance(piece, Scatter):
+                yield piece
+            else:
+                yield from _cut(piece)
+
+
+def copy_piece(piece: Run | Scatter, local: Side, remote: Side, *, to_remote: bool) -> None:
+    """Copy one piece, which lies within both sides. The interpreter lock is free meanwhile."""
+    if isinstance(piece, Run):
+        copy_run(piece, local, remote, to_remote=to_remote)
+    elif to_remote:
+        _scatter(piece.length, local, piece.local, remote, piece.remote)
+    else:
+        _scatter(piece.length, remote, piece.remote, local, piece.local)
+
+
+def _scatter(length: int, source: Side, starts: Any, target: Side, ends: Any) -> None:
+    import numpy as np
+
+    if length > LARGEST_BUFFERED_BYTES:
+        for end, start in zip((ends + target.address).tolist(), (starts + source.address).tolist(), strict=True):
+            ctypes.memmove(end, start, length)
+        return
+    # Row i of such a window is the `length` bytes from byte i on: rows overlap, and a row's number is its offset.
+    read = np.ndarray((source.length - length + 1, length), np.uint8, source.map, source.base, (1, 1))
+    written = np.ndarray((target.length - length + 1, length), np.uint8, target.map, target.base, (1, 1))
+    written[ends] = read[starts]
 
 
 def copy_run(run: Run, local: Side, remote: Side, *, to_remote: bool) -> None:
-    """Copy one run, which lies within both sides. The interpreter lock is free meanwhile."""
+    """Copy one run, which lies within both sides."""
     if to_remote:
         _copy(run, local, run.local_offset, run.local_stride, remote, run.remote_offset, run.remote_stride)
     else:

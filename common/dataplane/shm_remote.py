@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from common.dataplane.checks import check_grant, check_runs
-from common.dataplane.copier import CHUNK_BYTES, Side, copy_run, pieces
+from common.dataplane.checks import check_grant
+from common.dataplane.copier import CHUNK_BYTES, Batch, Side, copy_piece
 from common.dataplane.ofd_lock import SharedLocks
 from common.dataplane.port import Outcome, Region, TransferResult, WriteGrant
 from common.dataplane.shm_memory import RegionMemory, data_offset, lock_offset
@@ -64,8 +64,9 @@ class ShmRemoteRegion:
     def write(self, runs: Sequence[Run], local: Region, grant: WriteGrant, deadline: float) -> TransferResult:
         """Copy `runs` from `local` into this region, under the grant's lock."""
         here = _memory_of(local)
+        batch = Batch(runs)
         with self._use() as is_open:
-            refused = self._refusal(runs, here, grant) if is_open else "this end is closed"
+            refused = self._refusal(batch, here, grant) if is_open else "this end is closed"
             if refused:
                 return _failed(refused)
             offset = lock_offset(grant.lock_cell)
@@ -75,18 +76,19 @@ class ShmRemoteRegion:
                     return _failed(refused)
                 time.sleep(_NAP_S)
             try:
-                return self._copy(runs, here, grant, deadline, to_remote=True)
+                return self._copy(batch, here, grant, deadline, to_remote=True)
             finally:
                 self._locks.release(offset)
 
     def read(self, runs: Sequence[Run], local: Region, grant: WriteGrant, deadline: float) -> TransferResult:
         """Copy `runs` from this region into `local`; the owner may revoke meanwhile, so the generation is read again afterwards."""
         here = _memory_of(local)
+        batch = Batch(runs)
         with self._use() as is_open:
-            refused = self._refusal(runs, here, grant) if is_open else "this end is closed"
+            refused = self._refusal(batch, here, grant) if is_open else "this end is closed"
             if refused:
                 return _failed(refused)
-            result = self._copy(runs, here, grant, deadline, to_remote=False)
+            result = self._copy(batch, here, grant, deadline, to_remote=False)
             # A lock taken and dropped: the generations below are read after the bytes on every processor. A frozen reader
             # hurts nobody, so it does not hold the lock while it copies.
             offset = lock_offset(grant.lock_cell)
@@ -107,27 +109,27 @@ class ShmRemoteRegion:
             self._release()
 
     def _copy(
-        self, runs: Sequence[Run], local: RegionMemory, grant: WriteGrant, deadline: float, *, to_remote: bool
+        self, batch: Batch, local: RegionMemory, grant: WriteGrant, deadline: float, *, to_remote: bool
     ) -> TransferResult:
         here, there = _side(local), _side(self._memory)
         nbytes = since_check = 0
         if reason := self._stop_reason(grant, deadline):
             return _failed(reason)
-        for piece in pieces(runs):
+        for piece in batch.pieces():
             if since_check >= CHUNK_BYTES:
                 since_check = 0
                 if reason := self._stop_reason(grant, deadline):
                     return _failed(reason, nbytes)
-            copy_run(piece, here, there, to_remote=to_remote)
+            copy_piece(piece, here, there, to_remote=to_remote)
             nbytes += piece.nbytes
             since_check += piece.nbytes
         if to_remote and (reason := self._stop_reason(grant, None)):
             return _failed(reason, nbytes)
         return TransferResult(outcome=Outcome.DONE, nbytes=nbytes)
 
-    def _refusal(self, runs: Sequence[Run], local: RegionMemory, grant: WriteGrant) -> str:
+    def _refusal(self, batch: Batch, local: RegionMemory, grant: WriteGrant) -> str:
         """Why these arguments are refused whatever the time; "" when they are not."""
-        return check_grant(grant, self._memory.num_cells) or check_runs(runs, local.length, self._memory.length)
+        return check_grant(grant, self._memory.num_cells) or batch.refusal(local.length, self._memory.length)
 
     def _stop_reason(self, grant: WriteGrant, deadline: float | None) -> str:
         """Why a transfer must not start or go on; "" when it may."""

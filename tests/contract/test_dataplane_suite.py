@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from common.dataplane import shm_remote
-from common.dataplane.copier import copy_run
+from common.dataplane.copier import copy_piece
 from common.dataplane.fake import FakeDataPlane
 from common.dataplane.fake_network import FakeNetwork, Fault, FaultKind
 from common.dataplane.port import (
@@ -110,12 +110,12 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
         def hold_shm(hold: Hold) -> None:
             def stop_and_copy(*arguments: object, **named: object) -> None:
-                monkeypatch.setattr(shm_remote, "copy_run", copy_run)
+                monkeypatch.setattr(shm_remote, "copy_piece", copy_piece)
                 hold.entered.set()
                 assert hold.gate.wait(PATIENCE_S)
-                copy_run(*arguments, **named)  # type: ignore[arg-type] # passed on as they came
+                copy_piece(*arguments, **named)  # type: ignore[arg-type] # passed on as they came
 
-            monkeypatch.setattr(shm_remote, "copy_run", stop_and_copy)
+            monkeypatch.setattr(shm_remote, "copy_piece", stop_and_copy)
 
         made = Bench(lambda name: ShmDataPlane(tmp_path, peer_id=name, incarnation="i1", now=NOW), hold_shm)
     yield made
@@ -152,6 +152,21 @@ RUN_CASES = {
     "thousands, regular": [Run(local_offset=200 * i, remote_offset=130 * i, length=100) for i in range(5000)],
     "thousands, irregular": [
         Run(local_offset=(i * 7919) % 900_000, remote_offset=128 * i, length=1 + i % 128) for i in range(5000)
+    ],
+    "thousands, long pieces": [
+        Run(local_offset=(i * 7919) % 900_000, remote_offset=9000 * i, length=8999) for i in range(100)
+    ],
+    "many of every kind": [
+        *(Run(local_offset=64 * i, remote_offset=128 * i, length=64) for i in range(40)),
+        *(Run(local_offset=64 * i, remote_offset=8192 + 64 * i, length=64) for i in range(40)),
+        Run(local_offset=LENGTH, remote_offset=0, length=0),
+        Run(local_offset=9, remote_offset=20_000, length=5, count=100, local_stride=6, remote_stride=7),
+        *(
+            Run(local_offset=(i * 7919) % 900_000, remote_offset=30_000 + 500 * i, length=100 * (1 + i % 3))
+            for i in range(200)
+        ),
+        *(Run(local_offset=300 * i, remote_offset=200_000 + 300 * i, length=100) for i in range(3)),
+        Run(local_offset=5, remote_offset=400_000, length=0, count=9),
     ],
     "regular, then not": [
         *(Run(local_offset=64 * i, remote_offset=128 * i, length=64) for i in range(10)),
@@ -209,6 +224,8 @@ BAD_RUNS = {
 def test_a_run_out_of_bounds_is_refused_before_anything_is_written(bench: Bench, bad: Run) -> None:
     """One bad run refuses the batch, names itself, and the good ones before it leave no trace, on either side."""
     before = bytes(bench.source.data)
+    many = [*(msgspec.structs.replace(GOOD, local_offset=start) for start in range(100)), bad, GOOD]
+    assert "run 100" in bench.write(many).reason
     result = bench.write([GOOD, bad])
     assert (result.outcome, result.nbytes, "run 1" in result.reason) == (Outcome.FAILED_QUIESCED, 0, True)
     assert bench.remote.read([GOOD, bad], bench.source, GRANT, soon()).outcome is Outcome.FAILED_QUIESCED
