@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from unittest.mock import Mock
 
 import nats
@@ -13,7 +13,7 @@ from common.bus import nats_reader
 from common.bus.errors import BusTimeout, BusUnavailable, ServerTooOld, StorageRefused
 from common.bus.nats import NatsBus
 from common.bus.nats_bucket import NatsBucket
-from common.bus.nats_reader import Reader, ReaderBroken
+from common.bus.nats_reader import Read, Reader, ReaderBroken
 from common.bus.port import BucketConfig, Entry, Snapshot, Stored, StreamConfig
 from common.bus.server import NatsServer
 from common.runtime.clock import SystemClock
@@ -291,3 +291,43 @@ def test_server_markers_count_as_deletions() -> None:
     bucket = NatsBucket("B", Mock(), Mock(), Mock())
     marker = Stored("$KV.B.k", b"", {"Nats-Marker-Reason": "MaxAge"}, 5, 0.0)
     assert bucket.entry_of(marker) == Entry("k", b"", 5, deleted=True)
+
+
+async def test_a_reconnect_breaks_watches_without_waiting_for_silence(
+    own_nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch repeats because of the reconnect itself."""
+    monkeypatch.setattr(nats_reader, "_SILENCE_S", 3600.0)
+    async with opened(own_nats_server.url) as bus:
+        bucket = await bus.ensure_bucket(BucketConfig(name="B"))
+        async with await bucket.watch() as watch:
+            assert await soon(anext(watch)) == Snapshot(frozenset())
+            await asyncio.to_thread(own_nats_server.kill)
+            await asyncio.to_thread(own_nats_server.start)
+            assert await soon(anext(watch)) == Snapshot(frozenset())
+
+
+async def test_reading_a_busy_stream_ends(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored after the call began is not read, however much keeps coming."""
+
+    class Endless:
+        num_pending = 1
+        sequence = 0
+
+        async def __aenter__(self) -> Self:
+            return self
+
+        async def __aexit__(self, *_error: object) -> None:
+            return None
+
+        async def next(self) -> Read:
+            self.sequence += 1
+            return Read(Stored("busy.a", b"", {}, self.sequence, 0.0), num_pending=1)
+
+    async with opened(nats_server.url) as bus:
+        await bus.ensure_stream(StreamConfig(name="BUSY", subjects=("busy.>",)))
+        for number in range(2):
+            bus.publish_event("busy.a", b"", message_id=str(number))
+        assert await bus.flush_events(PATIENCE_S)
+        monkeypatch.setattr(bus, "_reader", lambda *_arguments, **_options: Endless())
+        assert [stored.sequence async for stored in bus.read_stream("BUSY")] == [1, 2]
