@@ -127,7 +127,7 @@ class Completer:
                     meter.note_cached(choice // ask.n, progress.num_cached_tokens)
                 await answer.take(choice, progress)
 
-            await self.generator.run(job, deadline, sink, scope.interrupt)
+            await self.generator.run(job, deadline, sink, scope)
 
         scope = Interruptible(deadline)
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
@@ -19,10 +18,9 @@ from services.router.core.token_order import TokenOrder
 from services.router.core.vocabulary import Vocabulary
 from services.router.dispatch import Attempt, Canceller, Dispatcher, Job, Submission
 from services.router.fleet import Fleet
+from services.router.interruption import Interruptible
 from services.router.metrics import RouterMetrics
-from services.router.token_inbox import Mailbox, Overflowed, TokenInbox
-
-_NOT_FINISHED: Final = "the request was given up"
+from services.router.token_inbox import Mailbox, TokenInbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +73,20 @@ class Generator:
     log: Log
     rng: random.Random
 
-    async def run(self, job: Job, deadline: Deadline, sink: Sink, overflowed: Overflowed) -> None:
-        """Deliver the whole answer to `sink`, in order. The caller ends it at the deadline.
+    async def run(self, job: Job, deadline: Deadline, sink: Sink, scope: Interruptible) -> None:
+        """Deliver the whole answer to `sink`, in order. The caller's `scope` ends it, at the deadline or before.
 
         Raises `PdmeshError` if it cannot be had: nothing was delivered then, or the answer breaks off. Whatever way it
-        ends, all who were told of the request are told that it is over. `overflowed` is called if the sink is too slow.
+        ends, all who were told of the request are told that it is over. A sink that is too slow interrupts the scope.
         """
         stream = TextStream(self.vocabulary, stops=job.stops, min_tokens=job.sampling.min_tokens)
         avoid: set[str] = set()
         number = 0
-        with self.inbox.mailbox(job.request_id, overflowed) as mailbox:
+        with self.inbox.mailbox(job.request_id, scope.interrupt) as mailbox:
             while True:
                 attempt = self._place(job, number, avoid)
                 try:
-                    await self._serve(attempt, stream, mailbox, deadline, sink)
+                    await self._serve(attempt, stream, mailbox, sink, deadline=deadline, scope=scope)
                 except PdmeshError as error:
                     if not self.policy.may_retry(error, attempt=number, num_delivered_tokens=stream.num_tokens):
                         raise
@@ -113,13 +111,20 @@ class Generator:
         return Attempt(job=job, number=number, handoff_id=handoff_id, route=route)
 
     async def _serve(
-        self, attempt: Attempt, stream: TextStream, mailbox: Mailbox, deadline: Deadline, sink: Sink
+        self,
+        attempt: Attempt,
+        stream: TextStream,
+        mailbox: Mailbox,
+        sink: Sink,
+        *,
+        deadline: Deadline,
+        scope: Interruptible,
     ) -> None:
         """Carry one attempt from its first message to the end of the answer, or take it back."""
         holds = _Holds(self.loads, workers_of(attempt.route))
         order = TokenOrder(attempt=attempt.number, start=stream.num_tokens)
         submission = Submission.NONE
-        reason = _NOT_FINISHED
+        reason = ""
         sent_at = self.clock.monotonic()
         try:
             await self.dispatcher.send_prompt(attempt, deadline)
@@ -141,7 +146,7 @@ class Generator:
             holds.release()
             if order.end is None:
                 self.metrics.cancels.inc()
-                self.canceller.cancel(attempt, submission, reason=reason)
+                self.canceller.cancel(attempt, submission, reason=reason or _why_given_up(scope, deadline))
 
     async def _deliver(self, order: TokenOrder, piece: TextPiece, stream: TextStream, sink: Sink) -> bool:
         """Hand on what a frame gave; say whether that was the end. Raises the error that the attempt ended with."""
@@ -176,3 +181,10 @@ class Generator:
             error_code=error.code,
             reason=error.message,
         )
+
+
+def _why_given_up(scope: Interruptible, deadline: Deadline) -> str:
+    """Say why an attempt was cancelled from outside."""
+    if scope.reason is not None:
+        return scope.reason.message
+    return "the deadline has passed" if deadline.passed else "nobody waits for the answer any more"

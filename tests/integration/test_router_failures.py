@@ -1,0 +1,406 @@
+"""What clients and the mesh see when something goes wrong, at every phase of a request."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.requests import FinishReason, SubmitRequest
+from tests.integration.router_world import (
+    ANSWER,
+    LONG_TEXT,
+    MAX_POSITION,
+    PATIENCE_S,
+    Mesh,
+    World,
+    encode_text,
+    linked_pair,
+    overloaded,
+    record,
+    router_world,
+    silence,
+    whole_answer,
+)
+
+PLAIN = {"model": "tiny", "prompt": "hello"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("completions", b"{", (400, "invalid_request", None)),
+        ("completions", {"prompt": "x"}, (400, "invalid_request", "model")),
+        ("completions", PLAIN | {"model": "other"}, (404, "model_not_found", "model")),
+        ("completions", PLAIN | {"prompt": ""}, (400, "invalid_request", "prompt")),
+        ("completions", PLAIN | {"prompt": [1, 320]}, (400, "invalid_request", "prompt")),
+        ("completions", PLAIN | {"prompt": [-1]}, (400, "invalid_request", "prompt")),
+        ("completions", PLAIN | {"max_tokens": 0}, (400, "invalid_request", "max_tokens")),
+        ("completions", PLAIN | {"max_tokens": "5"}, (400, "invalid_request", "max_tokens")),
+        ("completions", PLAIN | {"temperature": 3}, (400, "invalid_request", "temperature")),
+        ("completions", PLAIN | {"logprobs": 1}, (400, "unsupported_parameter", "logprobs")),
+        ("completions", PLAIN | {"n": 200}, (400, "invalid_request", "n")),
+        ("completions", PLAIN | {"max_tokens": 10, "min_tokens": 11}, (400, "invalid_request", "min_tokens")),
+        ("completions", PLAIN | {"max_tokens": MAX_POSITION}, (413, "prompt_too_long", "max_tokens")),
+        ("completions", PLAIN | {"prompt": [1] * MAX_POSITION}, (413, "prompt_too_long", "prompt")),
+        ("completions", PLAIN | {"prompt": "x" * 3_000_000}, (413, "body_too_large", None)),
+        ("chat/completions", CHAT | {"tools": [{}]}, (400, "unsupported_parameter", "tools")),
+        ("chat/completions", CHAT | {"messages": []}, (400, "invalid_request", "messages")),
+        (
+            "chat/completions",
+            CHAT | {"messages": [{"role": "robot", "content": "x"}]},
+            (400, "invalid_request", "messages"),
+        ),
+        ("no/such/path", PLAIN, (404, "invalid_request", None)),
+    ],
+)
+async def test_bad_requests_are_refused_before_anything_is_allocated(
+    tmp_path: Path, path: str, body: Any, expected: tuple[int, str, str | None]
+) -> None:
+    """The answer names the field; the mesh never hears of the request; the client is told not to try again."""
+    async with router_world(tmp_path, max_body_bytes=1_000_000) as world:
+        got_status, answer, headers = await world.post(f"/v1/{path}", body)
+        assert (got_status, answer["error"]["code"], answer["error"]["param"]) == expected
+        assert answer["error"]["type"] in {"invalid_request_error", "not_found_error"}
+        assert headers.get("x-should-retry", "false") == "false"
+        assert world.mesh.frames == {}
+
+
+async def test_a_wrong_method_is_refused_in_the_same_form(tmp_path: Path) -> None:
+    """405 says which methods there are."""
+    async with router_world(tmp_path) as world, world.session.get(f"{world.url}/v1/completions") as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert "error" in await response.json()
+
+
+async def test_without_a_route_the_client_is_told_when_to_come_back(tmp_path: Path) -> None:
+    """503 with Retry-After and the reason, and /ready says the same."""
+    async with router_world(tmp_path, records=[]) as world:
+        status, answer, headers = await world.post("/v1/completions", PLAIN)
+        assert (status, answer["error"]["code"]) == (503, "no_route")
+        assert "no worker is ready" in answer["error"]["message"]
+        assert headers["Retry-After"] == "1"
+        ready, lacking = await world.get("/ready")
+        assert (ready, lacking["missing"]) == (503, ["no worker is ready"])
+        assert (await world.get("/health"))[0] == 200
+
+
+async def test_a_refused_prompt_is_tried_elsewhere(tmp_path: Path) -> None:
+    """The next attempt has a number and a handoff of its own, on another worker; the refused one is called off."""
+    async with router_world(tmp_path, records=[record("mixed-0"), record("mixed-1")]) as world:
+        world.mesh.refuse_prompts = [overloaded()]
+        status, answer, _ = await world.post("/v1/completions", PLAIN)
+        assert (status, answer["choices"][0]["text"]) == (200, ANSWER)
+        submit = world.mesh.submits[0]
+        assert (submit.attempt, submit.handoff_id) == (1, f"{submit.request_id}-1")
+        assert len(set(world.mesh.prompt_subjects)) == 2
+        await world.mesh.until(lambda: world.mesh.hints)
+        assert world.mesh.hints[0][1].handoff_id == f"{submit.request_id}-0"
+        assert world.mesh.cancels == []
+
+
+async def test_attempts_are_bounded(tmp_path: Path) -> None:
+    """When all are refused the client gets the last refusal, with Retry-After."""
+    async with router_world(tmp_path, max_attempts=3) as world:
+        world.mesh.refuse_submits = [overloaded("no slot is free")] * 9
+        status, answer, headers = await world.post("/v1/completions", PLAIN | {"stream": True})
+        assert (status, answer["error"]["message"]) == (429, "no slot is free")
+        assert answer["error"]["type"] == "rate_limit_error"
+        assert (headers["Retry-After"], headers["x-should-retry"]) == ("1", "true")
+        assert [submit.attempt for submit in world.mesh.submits] == [0, 1, 2]
+
+
+async def test_a_refusal_for_good_is_not_tried_again(tmp_path: Path) -> None:
+    """What is refused for what it is would be refused everywhere."""
+    async with router_world(tmp_path) as world:
+        world.mesh.refuse_submits = [ErrorInfo(code=ErrorCode.PROMPT_TOO_LONG, message="too long")]
+        status, _, _ = await world.post("/v1/completions", PLAIN)
+        assert (status, len(world.mesh.submits)) == (413, 1)
+
+
+async def fail_at_once(mesh: Mesh, submit: SubmitRequest) -> None:
+    """End with an error before any token, as the broker does when no memory can be reserved."""
+    await mesh.send(submit, 0, [], final=True, error=overloaded("no block is free"))
+
+
+async def fail_later(mesh: Mesh, submit: SubmitRequest) -> None:
+    """End with an error after two tokens."""
+    await mesh.send(submit, 0, mesh.answer[:2])
+    error = ErrorInfo(code=ErrorCode.WORKER_LOST, message="decode-0 is gone")
+    await mesh.send(submit, 2, [], final=True, num_tokens=2, error=error)
+
+
+async def test_a_failure_before_the_first_token_is_tried_again(tmp_path: Path) -> None:
+    """Nobody has seen anything yet: the client notices nothing."""
+    async with router_world(tmp_path) as world:
+        world.mesh.scripts = [fail_at_once, whole_answer]
+        status, answer, _ = await world.post("/v1/completions", PLAIN)
+        assert (status, answer["choices"][0]["text"]) == (200, ANSWER)
+        assert [submit.attempt for submit in world.mesh.submits] == [0, 1]
+
+
+async def test_a_failure_inside_a_stream_is_an_explicit_error(tmp_path: Path) -> None:
+    """The stream ends with an error event and [DONE]; the official client raises it."""
+    async with router_world(tmp_path) as world, world.client() as client:
+        world.mesh.scripts = [fail_later]
+        *chunks, last = await world.events("/v1/completions", PLAIN)
+        assert last == "[DONE]"
+        assert chunks[-1]["error"]["code"] == "worker_lost"
+        stream = await client.completions.create(model="tiny", prompt="hello", stream=True)
+        with pytest.raises(openai.APIError, match="decode-0 is gone"):
+            _ = [chunk async for chunk in stream]
+        assert len(world.mesh.submits) == 2
+
+
+async def test_a_failure_behind_a_whole_answer_has_a_status(tmp_path: Path) -> None:
+    """Without streaming nothing was sent yet, so the error is the answer."""
+    async with router_world(tmp_path) as world, world.client() as client:
+        world.mesh.scripts = [fail_later]
+        with pytest.raises(openai.InternalServerError, match="decode-0 is gone") as caught:
+            await client.completions.create(model="tiny", prompt="hello")
+        assert caught.value.status_code == 503
+
+
+async def contradict(mesh: Mesh, submit: SubmitRequest) -> None:
+    """Send a token twice, differently."""
+    await mesh.send(submit, 0, [1])
+    await mesh.send(submit, 0, [2])
+
+
+async def test_contradicting_frames_end_the_request_and_are_called_off(tmp_path: Path) -> None:
+    """Never an answer from frames that cannot be true together."""
+    async with router_world(tmp_path) as world:
+        world.mesh.scripts = [contradict]
+        status, answer, _ = await world.post("/v1/completions", PLAIN)
+        assert (status, answer["error"]["code"]) == (500, "protocol_error")
+        await world.mesh.until(lambda: world.mesh.cancels)
+
+
+async def test_silence_ends_by_the_deadline(tmp_path: Path) -> None:
+    """A mesh that accepts and never answers is a failure, and is told that nobody waits any more."""
+    async with router_world(tmp_path, request_timeout_s=0.2) as world:
+        world.mesh.scripts = [silence]
+        status, answer, _ = await world.post("/v1/completions", PLAIN)
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        await world.mesh.until(lambda: world.mesh.cancels)
+
+
+async def leave_a_gap(mesh: Mesh, submit: SubmitRequest) -> None:
+    """Lose the second token."""
+    await mesh.send(submit, 0, mesh.answer[:1])
+    await mesh.send(
+        submit, 2, mesh.answer[2:], final=True, num_tokens=len(mesh.answer), finish_reason=FinishReason.STOP
+    )
+
+
+async def test_a_gap_ends_by_the_deadline(tmp_path: Path) -> None:
+    """Text behind the gap is never shown; the stream ends with an error event."""
+    async with router_world(tmp_path, request_timeout_s=0.3) as world:
+        world.mesh.scripts = [leave_a_gap]
+        *chunks, last = await world.events("/v1/completions", PLAIN)
+        assert (len(chunks), last) == (2, "[DONE]")
+        assert chunks[1]["error"]["code"] == "deadline_exceeded"
+        await world.mesh.until(lambda: world.mesh.cancels)
+
+
+async def one_token(mesh: Mesh, submit: SubmitRequest) -> None:
+    """Begin an answer and go silent."""
+    await mesh.send(submit, 0, mesh.answer[:1])
+
+
+@contextlib.asynccontextmanager
+async def leaving_client(world: World, body: dict[str, Any]) -> Any:
+    """Post in a task of its own, and drop the connection at the end of the context."""
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+
+        async def post() -> None:
+            async with session.post(f"{world.url}/v1/completions", json=body) as response:
+                await response.read()
+
+        task = group.create_task(post())
+        yield
+        task.cancel()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_first_token_is_noticed(tmp_path: Path, stream: bool) -> None:
+    """Broker and workers hear of it."""
+    async with router_world(tmp_path) as world:
+        world.mesh.scripts = [silence]
+        async with leaving_client(world, PLAIN | {"stream": stream}):
+            await world.mesh.until(lambda: world.mesh.submits)
+        await world.mesh.until(lambda: world.mesh.cancels and len(world.mesh.hints) >= 2)
+        assert world.mesh.cancels[0].handoff_id == world.mesh.submits[0].handoff_id
+
+
+async def test_a_client_that_leaves_inside_a_stream_is_noticed(tmp_path: Path) -> None:
+    """Each choice of its request is called off."""
+    async with router_world(tmp_path) as world:
+        world.mesh.scripts = [one_token]
+        async with world.session.post(f"{world.url}/v1/completions", json=PLAIN | {"stream": True, "n": 2}) as response:
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        await world.mesh.until(lambda: len(world.mesh.cancels) == 2)
+        assert {each.handoff_id for each in world.mesh.cancels} == {each.handoff_id for each in world.mesh.submits}
+
+
+async def test_a_client_that_leaves_while_the_prompt_is_sent_is_noticed(tmp_path: Path) -> None:
+    """The broker knows nothing yet; the worker that holds the prompt gets a hint."""
+    async with router_world(tmp_path) as world:
+        world.mesh.hold_prompts = asyncio.Event()
+        async with leaving_client(world, PLAIN):
+            await world.mesh.until(lambda: world.mesh.frames)
+        await world.mesh.until(lambda: world.mesh.hints)
+        world.mesh.hold_prompts.set()
+        assert world.mesh.submits == []
+
+
+async def test_one_failing_choice_ends_the_others(tmp_path: Path) -> None:
+    """An answer is whole or an error: the other choices are called off."""
+    async with router_world(tmp_path, max_attempts=1) as world:
+        world.mesh.scripts = [one_token, fail_later]
+        status, _, _ = await world.post("/v1/completions", PLAIN | {"n": 2})
+        assert status == 503
+        await world.mesh.until(lambda: world.mesh.cancels)
+
+
+async def test_over_the_limit_requests_are_turned_away(tmp_path: Path) -> None:
+    """429 at once, and room again after the others have gone."""
+    async with router_world(tmp_path, max_concurrent_requests=1, max_choices=1) as world:
+        world.mesh.scripts = [silence, whole_answer]
+        async with leaving_client(world, PLAIN):
+            await world.mesh.until(lambda: world.mesh.submits)
+            status, answer, headers = await world.post("/v1/completions", PLAIN)
+            assert (status, answer["error"]["code"], headers["Retry-After"]) == (429, "overloaded", "1")
+        await world.mesh.until(lambda: world.mesh.cancels)
+        assert (await world.post("/v1/completions", PLAIN))[0] == 200
+
+
+async def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
+    """Memory for it is bounded: its stream ends, and the mesh hears of it."""
+    async with router_world(tmp_path, max_waiting_frames=8) as world:
+
+        async def flood(mesh: Mesh, submit: SubmitRequest) -> None:
+            tokens = encode_text(LONG_TEXT) * 16
+            index = 0
+            while not mesh.cancels:
+                await mesh.send(submit, index, tokens)
+                index += len(tokens)
+                await asyncio.sleep(0)
+
+        world.mesh.scripts = [flood]
+        body = json.dumps(PLAIN | {"stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            address = world.url.removeprefix("http://").split(":")
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, (address[0], int(address[1])))
+            await loop.sock_sendall(client, head + body)
+            await world.mesh.until(lambda: world.mesh.cancels)
+            assert "does not read" in world.mesh.cancels[0].reason
+
+
+async def test_draining_lets_streams_finish(tmp_path: Path) -> None:
+    """New connections are refused, the running stream ends well, and the process exits with 0."""
+    async with router_world(tmp_path) as world:
+        go_on = asyncio.Event()
+
+        async def in_two_parts(mesh: Mesh, submit: SubmitRequest) -> None:
+            tokens = mesh.answer
+            await mesh.send(submit, 0, tokens[:1])
+            await go_on.wait()
+            reason = FinishReason.STOP
+            await mesh.send(submit, 1, tokens[1:], final=True, num_tokens=len(tokens), finish_reason=reason)
+
+        world.mesh.scripts = [in_two_parts]
+        async with world.session.post(f"{world.url}/v1/completions", json=PLAIN | {"stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            world.lifecycle.request_drain("test")
+            await _until_refused(world)
+            go_on.set()
+            rest = await response.text()
+        assert rest.endswith("data: [DONE]\n\n")
+        assert "error" not in rest
+
+
+async def test_draining_ends_what_takes_too_long(tmp_path: Path) -> None:
+    """Such a stream gets an explicit error, the mesh a cancel, and the process exits with 0."""
+    async with router_world(tmp_path, drain_timeout_s=1.0) as world:
+        world.mesh.scripts = [one_token]
+        async with world.session.post(f"{world.url}/v1/completions", json=PLAIN | {"stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            world.lifecycle.request_drain("test")
+            rest = await response.text()
+        assert '"code":"draining"' in rest
+        assert rest.endswith("data: [DONE]\n\n")
+        await world.mesh.until(lambda: world.mesh.cancels)
+
+
+async def _until_refused(world: World) -> None:
+    """Wait until the router takes no new connection."""
+    async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(f"{world.url}/health") as response:
+                    await response.read()
+            except aiohttp.ClientConnectionError:
+                return
+
+
+async def test_the_clients_request_id_is_echoed_and_nothing_more(tmp_path: Path) -> None:
+    """Made safe, on successes and errors; ids inside the mesh are ours."""
+    async with router_world(tmp_path) as world:
+        headers = {"x-request-id": "a.b>*{c} d"}
+        _, answer, got = await world.post("/v1/completions", PLAIN, headers=headers)
+        assert got["x-request-id"] == "a.bcd"
+        assert "a.bcd" not in answer["id"]
+        assert world.mesh.submits[0].request_id.startswith("r")
+        _, _, got = await world.post("/v1/completions", b"{", headers=headers)
+        assert got["x-request-id"] == "a.bcd"
+        _, _, got = await world.post("/v1/completions", PLAIN)
+        assert got["x-request-id"]
+
+
+async def test_ready_waits_for_all_expected_workers(tmp_path: Path) -> None:
+    """Readiness names who is missing; requests are served as soon as there is a way."""
+    async with router_world(tmp_path, expected_workers=("prefill-0", "decode-0")) as world:
+        assert (await world.get("/ready"))[0] == 200
+    records = [linked_pair()[1], record("prefill-0")]
+    async with router_world(tmp_path / "unlinked", records=[], expected_workers=("prefill-0", "decode-0")) as world:
+        await world.mesh.open(records)
+        status, answer = await world.get("/ready")
+        assert status == 503
+        assert answer["missing"]
+
+
+async def test_tokenize_and_detokenize_agree(tmp_path: Path) -> None:
+    """There and back, for text and for conversations; special tokens are shown."""
+    async with router_world(tmp_path) as world:
+        status, answer, _ = await world.post("/tokenize", {"prompt": ANSWER})
+        assert (status, answer["count"], answer["max_model_len"]) == (200, len(answer["tokens"]), MAX_POSITION)
+        assert (await world.post("/detokenize", {"tokens": answer["tokens"]}))[1] == {"prompt": ANSWER}
+        _, answer, _ = await world.post("/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": False})
+        _, text, _ = await world.post("/detokenize", {"tokens": answer["tokens"]})
+        assert text == {"prompt": "<|im_start|>user\nhello<|im_end|>\n"}
+        for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [320]}), ("/tokenize", PLAIN | CHAT)):
+            assert (await world.post(path, body))[0] == 400
+
+
+async def test_models_are_listed(tmp_path: Path) -> None:
+    """By the name that requests use."""
+    async with router_world(tmp_path, served_model_name="org/name", records=[]) as world, world.client() as client:
+        models = await client.models.list()
+        assert [model.id for model in models.data] == ["org/name"]
+        assert (await client.models.retrieve("org/name")).id == "org/name"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
