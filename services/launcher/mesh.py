@@ -96,8 +96,9 @@ class MeshRun:
                         loop.remove_signal_handler(number)
         finally:
             good = drained and self._failure is None
-            directory.remove(keep_logs=not good and not self._plan.launcher.log_dir)
-        if not good:
+            kept = not good and (bool(self._plan.launcher.log_dir) or any(directory.logs.iterdir()))
+            directory.remove(keep_logs=kept and not self._plan.launcher.log_dir)
+        if kept:
             self._console.say(f"logs: {self._logs(directory)}")
         return EXIT_CLEAN if good else EXIT_FAILED
 

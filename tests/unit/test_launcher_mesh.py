@@ -239,6 +239,7 @@ async def test_a_port_in_use_is_told_before_anything_starts(stage: _Stage) -> No
         assert await stage.run(body).run() == 1
     assert f"port: {stage.port} is not allowed; the rule is: free on 127.0.0.1" in stage.progress.getvalue()
     assert not stage.order.exists()
+    assert _left(stage) == []
 
 
 def test_the_announcement_can_be_pasted() -> None:
