@@ -7,11 +7,10 @@ so everything also runs in virtual time.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
 
-from common.bus.errors import BusTimeout, BusUnavailable, NoResponders, StorageRefused
-from common.bus.faults import Faults, NoFaults
+from common.bus.errors import BusTimeout, BusUnavailable, StorageRefused
+from common.bus.memory_broker import Interest, MemoryBroker
 from common.bus.memory_store import MemoryBucket, StoredBucket, StoredStream
 from common.bus.port import (
     DEFAULT_TIMEOUT,
@@ -23,125 +22,25 @@ from common.bus.port import (
     StreamConfig,
 )
 from common.bus.queues import QueuedSubscription, QueuedWatch
-from common.bus.rules import check_bucket, check_message, check_pattern, check_stream, check_subject, matches
-from common.runtime.clock import Clock
+from common.bus.rules import check_bucket, check_message, check_pattern, check_stream, check_subject
 
 MAX_WAITING_EVENTS = 4096
 
 
-@dataclass(eq=False, slots=True)
-class _Interest:
-    """Who wants what."""
-
-    bus: "MemoryBus"
-    pattern: str
-    queue_group: str
-    queue: QueuedSubscription
-
-
-class MemoryServer:
-    """Routes messages between its connections, and stores buckets and streams."""
-
-    def __init__(self, clock: Clock, *, faults: Faults | None = None) -> None:
-        self.faults: Faults = faults or NoFaults()
-        self.is_up = True
-        self.buckets: dict[str, StoredBucket] = {}
-        self.streams: dict[str, StoredStream] = {}
-        self.clock = clock
-        self._buses: list[MemoryBus] = []
-        self._interests: list[_Interest] = []
-        self._requests: dict[str, asyncio.Future[Message | None]] = {}
-        self._turns: dict[str, int] = {}
-        self._count = 0
+class MemoryServer(MemoryBroker):
+    """What a NATS server is: routes messages between its connections, stores buckets and streams, can go down."""
 
     def connect(self) -> "MemoryBus":
         """Return a new connection."""
-        bus = MemoryBus(self)
-        self._buses.append(bus)
-        return bus
-
-    def go_down(self) -> None:
-        """Stop answering, as a server that died. Requests in flight fail at once."""
-        self.is_up = False
-        for future in self._requests.values():
-            if not future.done():
-                future.set_result(None)
-
-    def come_back(self, *, wiped: bool = False) -> None:
-        """Answer again, with what was stored, or with empty buckets and streams if the store was wiped."""
-        if wiped:
-            for bucket in self.buckets.values():
-                bucket.wipe(self.next_name("epoch"))
-            self.streams = {name: StoredStream(each.config, self.clock) for name, each in self.streams.items()}
-        self.is_up = True
-        for bucket in self.buckets.values():
-            bucket.repeat_to_watches()
-        for bus in list(self._buses):
-            bus.came_back()
-
-    def next_name(self, kind: str) -> str:
-        """Return a name that was not used before on this server."""
-        self._count += 1
-        return f"{kind}-{self._count}"
-
-    def add(self, interest: _Interest) -> None:
-        """Register who wants what."""
-        self._interests.append(interest)
-
-    def remove(self, interest: _Interest) -> None:
-        """Forget it. Twice is fine."""
-        if interest in self._interests:
-            self._interests.remove(interest)
-
-    def forget(self, bus: "MemoryBus") -> None:
-        """Forget a connection that was closed, and all that it wanted."""
-        self._buses.remove(bus)
-        self._interests = [each for each in self._interests if each.bus is not bus]
-
-    async def ask(self, message: Message) -> Message | None:
-        """Route a request and wait for its first answer; None if the server dies. Raises NoResponders."""
-        future: asyncio.Future[Message | None] = asyncio.get_running_loop().create_future()
-        self._requests[message.reply] = future
-        try:
-            if not self.route(message):
-                raise NoResponders(f"nobody answers on {message.subject}")
-            return await future
-        finally:
-            del self._requests[message.reply]
-
-    def route(self, message: Message) -> int:
-        """Send a message on its way; return how many receivers it was meant for, before any fault."""
-        future = self._requests.get(message.subject)
-        if future is not None:
-            self._deliver(message, lambda answer: None if future.done() else future.set_result(answer))
-            return 1
-        chosen: list[_Interest] = []
-        groups: dict[str, list[_Interest]] = {}
-        for interest in self._interests:
-            if matches(interest.pattern, message.subject):
-                members = groups.setdefault(interest.queue_group, []) if interest.queue_group else chosen
-                members.append(interest)
-        for group, members in groups.items():
-            self._turns[group] = self._turns.get(group, -1) + 1
-            chosen.append(members[self._turns[group] % len(members)])
-        for interest in chosen:
-            self._deliver(replace(message, bus=interest.bus), interest.queue.offer)
-        return len(chosen)
-
-    def _deliver(self, message: Message, receive: Callable[[Message], object]) -> None:
-        """Every delivery passes here: the one place where faults happen."""
-        for delay in self.faults.deliveries(message.subject):
-            if delay <= 0:
-                receive(message)
-            else:
-                asyncio.get_running_loop().call_later(delay, lambda: receive(message) if self.is_up else None)
+        return MemoryBus(self)
 
 
 class MemoryBus:
-    """A `port.Bus` on a MemoryServer."""
+    """A `port.Bus` on a MemoryServer: see `MemoryServer.connect`."""
 
-    def __init__(self, server: MemoryServer) -> None:
+    def __init__(self, server: MemoryBroker) -> None:
         self._server = server
+        server.add_connection(self, self._came_back)
         self._reconnects = 0
         self._reconnected = asyncio.Event()
         self._closed = False
@@ -212,7 +111,7 @@ class MemoryBus:
             self._queues.discard(queue)
 
         queue = QueuedSubscription(max_pending=max_pending, leave=leave)
-        interest = _Interest(self, subject, queue_group, queue)
+        interest = Interest(self, subject, queue_group, queue)
         self._server.add(interest)
         self._queues.add(queue)
         return queue
@@ -290,13 +189,13 @@ class MemoryBus:
         """Close the connection: iterations end, calls raise BusUnavailable. Twice is fine."""
         if not self._closed:
             self._closed = True
-            self._server.forget(self)
+            self._server.remove_connection(self)
             for queue in self._queues:
                 queue.close()
             for watch in list(self._watches):
                 await watch.stop()
 
-    def came_back(self) -> None:
+    def _came_back(self) -> None:
         """Hear from the server that it answers again."""
         self._reconnects += 1
         self._reconnected.set()

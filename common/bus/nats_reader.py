@@ -24,6 +24,7 @@ _INACTIVE_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 1.0
 _NANOSECONDS: Final = 1_000_000_000
 _CONTROL: Final = "100"
+_DELIVERY_PREFIX: Final = "$JS.ACK."
 _LAST_CONSUMER_HEADER: Final = "Nats-Last-Consumer"
 _STALLED_HEADER: Final = "Nats-Consumer-Stalled"
 
@@ -121,8 +122,8 @@ class Reader:
                 raise ReaderBroken(f"{self._stream}: the connection was lost")
             if message.headers and message.headers.get(STATUS_HEADER) == _CONTROL and not message.data:
                 await self._control(message)
-                continue
-            return self._data(message)
+            elif message.reply.startswith(_DELIVERY_PREFIX):
+                return self._data(message)
 
     def _data(self, message: Msg) -> Read:
         tokens = message.reply.split(".")

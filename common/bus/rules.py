@@ -8,6 +8,7 @@ from common.bus.port import BucketConfig, Headers, StreamConfig
 from contracts.codec import MAX_MESSAGE_BYTES
 
 _TOKEN: Final = re.compile(r"[^\s.*>\x00-\x1f\x7f]+")
+_SUBJECT: Final = re.compile(rf"{_TOKEN.pattern}(\.{_TOKEN.pattern})*")
 _KEY: Final = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 _NAME: Final = re.compile(r"[A-Z0-9_]+")
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
@@ -22,7 +23,7 @@ _HEADER_FRAME_BYTES: Final = len(b": \r\n")
 
 def check_subject(subject: str) -> None:
     """Raise InvalidSubject unless it is dot-separated tokens without wildcards and white space."""
-    if not all(_TOKEN.fullmatch(token) for token in subject.split(".")):
+    if not _SUBJECT.fullmatch(subject):
         raise InvalidSubject(
             f"subject: {subject!r} is not allowed; the rule is: tokens separated by dots, no wildcards"
         )

@@ -278,6 +278,13 @@ async def test_the_long_form_of_the_acknowledgement_subject_is_read() -> None:
     assert (read.stored.sequence, read.num_pending, read.stored.time) == (7, 0, 1.5)
 
 
+async def test_what_is_no_delivery_is_passed_over() -> None:
+    """Other status messages, and strangers who write to the inbox, do not end the process."""
+    stray = [Mock(data=b"x", reply="", headers=None), Mock(data=b"", reply="", headers={"Status": "409"})]
+    read = await reader_of(*stray, delivery("$JS.ACK.S.C.1.7.1.1000000000.0")).next()
+    assert read.stored.sequence == 7
+
+
 async def test_a_lost_connection_breaks_the_pass() -> None:
     """At once, not after the silence."""
     reader = reader_of()

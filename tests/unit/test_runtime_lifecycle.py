@@ -93,6 +93,24 @@ def test_a_failed_start_closes_what_was_opened_and_fails() -> None:
     assert events == ["task_failed", "service_stopped"]
 
 
+def test_a_drain_before_ready_ends_the_start() -> None:
+    """A start that waits for something is cancelled; what it registered is drained and closed; status 0."""
+    trace: list[str] = []
+
+    async def main(lifecycle: Lifecycle) -> None:
+        steps(trace, lifecycle, "bus")
+        lifecycle.tasks.create_task(_ask(lifecycle), name="ask")
+        await asyncio.Event().wait()
+
+    async def _ask(lifecycle: Lifecycle) -> None:
+        await asyncio.sleep(1.0)
+        lifecycle.request_drain("test")
+
+    status, events = live(main)
+    assert (status, trace) == (0, ["drain bus draining", "close bus stopped"])
+    assert events == ["drain_requested", "service_stopped"]
+
+
 def test_wrong_settings_exit_with_2() -> None:
     """A SettingsError of the start is told as such."""
 
