@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from common.dataplane.port import Outcome, Region, TransferResult, WriteGrant
 from common.engine.peers import PartCopies, Peer
+from common.engine.push_faults import PushFaults
 from common.layout.bind import bind_extents, bind_slot, extents
 from common.layout.context_parallel import owned_ranges
 from common.layout.run import Run
-from common.layout.templates import PagedTemplate
+from common.layout.templates import PagedTemplate, SlotTemplate
 from common.runtime.clock import Clock
 from contracts.handoff import Grant
 from contracts.manifest import Role
@@ -59,13 +62,21 @@ class Pusher:
     """
 
     def __init__(
-        self, rank: int, region: Region, block_size: int, clock: Clock, emit: Callable[[PartPushed], None]
+        self,
+        *,
+        rank: int,
+        region: Region,
+        block_size: int,
+        clock: Clock,
+        emit: Callable[[PartPushed], None],
+        faults: PushFaults,
     ) -> None:
         self._rank = rank
         self._region = region
         self._block_size = block_size
         self._clock = clock
         self._emit = emit
+        self._faults = faults
         self._changed = threading.Condition()
         self._tasks: deque[PushTask] = deque()
         self._busy_with: int | None = None
@@ -132,6 +143,11 @@ class Pusher:
 
     def _push_part(self, task: PushTask, copies: PartCopies) -> None:
         part = copies.part
+        if self._faults:
+            if self._faults.is_dropped(part):
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, self._faults.delay_s(part))
         ranges: Iterable[tuple[int, int]] = ((task.start, task.end),)
         if task.role in {Role.KEY, Role.VALUE}:
             ranges = owned_ranges(task.start, task.end, self._block_size, part.modulus, part.residue)
@@ -167,30 +183,65 @@ class Pusher:
         if failed is not None:
             return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"an earlier part failed: {failed}")
         try:
-            runs, cells = self._bind(task, copies, start, end)
+            cells = [task.peer.num_blocks + task.grant.slot]
+            if task.role in {Role.KEY, Role.VALUE}:
+                cells += self._blocks_there(task, copies, start, end)
+            grant = WriteGrant(lock_cell=cells[0], cells=tuple(cells), generation=task.grant.generation)
             remote = task.peer.regions[copies.part.dst_rank]
-            grant = WriteGrant(
-                lock_cell=task.peer.num_blocks + task.grant.slot,
-                cells=(*cells, task.peer.num_blocks + task.grant.slot),
-                generation=task.grant.generation,
-            )
-            return remote.write(runs, self._region, grant, self._clock.monotonic() + WRITE_TIMEOUT_S)
-        except Exception as error:  # noqa: BLE001 - whatever it was, nothing was written, and the receiver must hear of it
+            deadline = self._clock.monotonic() + WRITE_TIMEOUT_S
+            num_bytes = 0
+            for runs, source in self._writes(task, copies, start, end):
+                result = remote.write(runs, source, grant, deadline)
+                num_bytes += result.nbytes
+                if result.outcome is not Outcome.DONE:
+                    return msgspec.structs.replace(result, nbytes=num_bytes)
+            return TransferResult(outcome=Outcome.DONE, nbytes=num_bytes)
+        except Exception as error:  # noqa: BLE001 - whatever it was, nothing is being written, and the receiver must hear of it
             return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"{type(error).__name__}: {error}")
 
-    def _bind(self, task: PushTask, copies: PartCopies, start: int, end: int) -> tuple[list[Run], Sequence[int]]:
-        """The runs of one part, and the block cells that they touch at the destination."""
+    def _blocks_there(self, task: PushTask, copies: PartCopies, start: int, end: int) -> list[int]:
+        """The destination's blocks that hold the tokens."""
         part, size = copies.part, self._block_size
-        runs: list[Run] = []
+        blocks = range(start // size, (end - 1) // size + 1)
+        return [task.grant.block_ids[b // part.modulus] for b in blocks if b % part.modulus == part.residue]
+
+    def _writes(
+        self, task: PushTask, copies: PartCopies, start: int, end: int
+    ) -> Iterable[tuple[Sequence[Run], Region]]:
+        """The runs of one part with the region that they read: ours, unless a failpoint says otherwise."""
         if task.role not in {Role.KEY, Role.VALUE}:
-            for template in copies.templates:
-                if not isinstance(template, PagedTemplate):
-                    runs.extend(bind_slot(template, task.slot, task.grant.slot))
-            return runs, ()
+            runs = _bind_state(task, copies)
+            zeroed = bool(self._faults) and self._faults.is_zeroed(copies.part, None)
+            yield self._faults.zeroed(runs) if zeroed else (runs, self._region)
+        elif not self._faults:
+            yield self._bind_tokens(task.block_ids, task, copies, (start, end)), self._region
+        else:
+            sources = self._faults.source_ids(copies.part, task.block_ids)
+            for block in range(start // self._block_size, (end - 1) // self._block_size + 1):
+                low, high = block * self._block_size, (block + 1) * self._block_size
+                runs = self._bind_tokens(sources, task, copies, (max(start, low), min(end, high)))
+                if runs:
+                    zeroed = self._faults.is_zeroed(copies.part, block)
+                    yield self._faults.zeroed(runs) if zeroed else (runs, self._region)
+
+    def _bind_tokens(
+        self, block_ids: Sequence[int], task: PushTask, copies: PartCopies, tokens: tuple[int, int]
+    ) -> list[Run]:
+        part = copies.part
         there = task.grant.block_ids
-        where = extents(task.block_ids, there, start, end, size, modulus=part.modulus, residue=part.residue)
-        for template in copies.templates:
-            if isinstance(template, PagedTemplate):
-                runs.extend(bind_extents(template, where))
-        touched = range(start // size, (end - 1) // size + 1)
-        return runs, [there[block // part.modulus] for block in touched if block % part.modulus == part.residue]
+        where = extents(block_ids, there, *tokens, self._block_size, modulus=part.modulus, residue=part.residue)
+        return [
+            run
+            for template in copies.templates
+            if isinstance(template, PagedTemplate)
+            for run in bind_extents(template, where)
+        ]
+
+
+def _bind_state(task: PushTask, copies: PartCopies) -> list[Run]:
+    return [
+        run
+        for template in copies.templates
+        if isinstance(template, SlotTemplate)
+        for run in bind_slot(template, task.slot, task.grant.slot)
+    ]

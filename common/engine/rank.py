@@ -10,6 +10,7 @@ from typing import Final, assert_never
 
 import torch
 
+from common.dataplane.failpoints import parse_failpoints
 from common.dataplane.port import DataPlane, Quiescence
 from common.engine.attention_metadata import AttentionGeometry
 from common.engine.cache import TORCH_DTYPES, LayerCaches, cache_shape
@@ -20,6 +21,7 @@ from common.engine.device.port import Device
 from common.engine.fingerprint import checkpoint_fingerprint
 from common.engine.model import Model
 from common.engine.peers import CONNECT_TIMEOUT_S, PeerTable
+from common.engine.push_faults import PushFaults
 from common.engine.pusher import Pusher
 from common.engine.sampler import Sampler
 from common.engine.shard import RankShard
@@ -84,6 +86,7 @@ class Rank:
         device = _device(start.device)
         device.prepare_process()
         dtype = _dtype(start.dtype)
+        failpoints = parse_failpoints(start.failpoints)
         if start.num_speculative_tokens:
             rule = "0: this engine decodes one token at a time"
             raise InvalidValueError(field="num_speculative_tokens", value=start.num_speculative_tokens, rule=rule)
@@ -100,7 +103,14 @@ class Rank:
         self._region = ports.data_plane.allocate(region_map.nbytes, start.num_blocks + start.num_slots)
         self._caches = LayerCaches(region_map, self._region.data)
         self._peers = PeerTable(start.rank, ports.data_plane)
-        self._pusher = Pusher(start.rank, self._region, start.block_size, ports.clock, ports.emit)
+        self._pusher = Pusher(
+            rank=start.rank,
+            region=self._region,
+            block_size=start.block_size,
+            clock=ports.clock,
+            emit=ports.emit,
+            faults=PushFaults(failpoints, ports.data_plane),
+        )
         self._sequences: dict[int, BoundSequence] = {}
         geometry = AttentionGeometry(
             num_query_heads=len(shard.query_heads), num_kv_heads=len(shard.kv_heads), block_size=start.block_size

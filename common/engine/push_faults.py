@@ -1,0 +1,62 @@
+"""Planted faults in pushes: what a rank's failpoints do to the bytes that it sends. Without failpoints nothing here runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from common.dataplane.failpoints import Failpoints, Part
+from common.dataplane.port import DataPlane, Region
+from common.layout.run import Run
+from contracts.manifest import PlannedPart
+
+
+class PushFaults:
+    """The failpoints of one rank. Used by its pusher thread alone."""
+
+    def __init__(self, failpoints: Failpoints, data_plane: DataPlane) -> None:
+        self._points: Final = failpoints
+        self._data_plane = data_plane
+        self._zeros: Region | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._points)
+
+    def delay_s(self, part: PlannedPart) -> float:
+        """How late the part leaves."""
+        return self._points.delay_ms(_part_of(part)) / 1000
+
+    def is_dropped(self, part: PlannedPart) -> bool:
+        """Whether the part is neither sent nor reported."""
+        return self._points.is_dropped(_part_of(part))
+
+    def is_zeroed(self, part: PlannedPart, block: int | None) -> bool:
+        """Whether the request's block (None: a state) arrives as zeros."""
+        return self._points.is_zeroed(_part_of(part), block)
+
+    def source_ids(self, part: PlannedPart, block_ids: Sequence[int]) -> Sequence[int]:
+        """The source's blocks with swapped ones in each other's place; a swap with a block that is not there does nothing."""
+        named = _part_of(part)
+        sources = [self._points.source_block(named, block) for block in range(len(block_ids))]
+        return [block_ids[source if source < len(block_ids) else block] for block, source in enumerate(sources)]
+
+    def zeroed(self, runs: Sequence[Run]) -> tuple[tuple[Run, ...], Region]:
+        """The same destinations with zeros as their source, and the region that the zeros are in."""
+        needed = max(run.length for run in runs)
+        if self._zeros is None or self._zeros.descriptor.length < needed:
+            if self._zeros is not None:
+                self._zeros.close()
+            self._zeros = self._data_plane.allocate(needed, 1)
+        return tuple(msgspec.structs.replace(run, local_offset=0, local_stride=0) for run in runs), self._zeros
+
+
+def _part_of(part: PlannedPart) -> Part:
+    return Part(
+        namespace=part.namespace,
+        role=part.role,
+        layer=part.layer,
+        source=part.src_rank,
+        destination=part.dst_rank,
+    )

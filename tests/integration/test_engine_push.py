@@ -1,0 +1,291 @@
+"""Prefill on one engine, decode on another: what is pushed, when, into what, and what planted faults do to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from common.engine.port import EngineError, EngineInfo
+from common.engine.rank_group import RankGroup
+from common.engine.rank_launch import Launcher, ProcessLauncher
+from common.layout.planner import plan
+from common.layout.ranges import RangeSet
+from contracts.handoff import Grant
+from contracts.manifest import PlannedPart, Role
+from contracts.rank import PartPushed, PushOutcome, PushTarget, StepItem, StepPlan
+from contracts.requests import WorkerRef
+from contracts.workers import WorkerDescription
+from tests.integration.engine_world import binding, engine, starts, thread_launcher
+
+PAGED = (Role.KEY, Role.VALUE)
+DECODER = WorkerRef(worker_id="d", incarnation="j1")
+
+
+@dataclass
+class Pair:
+    """A prefill engine linked to a decode engine, and every report of the former."""
+
+    prefill: RankGroup
+    decode: RankGroup
+    prefill_info: EngineInfo
+    decode_info: EngineInfo
+    reports: list[PartPushed] = field(default_factory=list)
+
+    @classmethod
+    async def make(
+        cls,
+        stack: AsyncExitStack,
+        folder: Path,
+        directory: Path,
+        tps: tuple[int, int],
+        *,
+        failpoints: str = "",
+        real: bool = False,
+    ) -> Self:
+        """Start both, with `tps` ranks, and link them."""
+
+        def launcher(tp: int) -> Launcher:
+            return ProcessLauncher() if real else thread_launcher(tp)
+
+        prefill, prefill_info = await stack.enter_async_context(
+            engine(starts(folder, directory, tps[0], worker_id="p", failpoints=failpoints), launcher(tps[0]))
+        )
+        decode, decode_info = await stack.enter_async_context(
+            engine(starts(folder, directory, tps[1], worker_id="d", incarnation="j1"), launcher(tps[1]))
+        )
+        pair = cls(prefill, decode, prefill_info, decode_info)
+        await prefill.link(DECODER, pair.descriptions())
+        return pair
+
+    def descriptions(self) -> tuple[WorkerDescription, ...]:
+        """The decode worker as its peers see it."""
+        return tuple(
+            WorkerDescription(
+                worker_id="d",
+                incarnation="j1",
+                num_ranks=len(self.decode_info.ranks),
+                manifest=rank.manifest,
+                region=rank.region,
+            )
+            for rank in self.decode_info.ranks
+        )
+
+    @property
+    def parts(self) -> tuple[PlannedPart, ...]:
+        """What every handoff owes."""
+        return plan(
+            [rank.manifest for rank in self.prefill_info.ranks], [rank.manifest for rank in self.decode_info.ranks]
+        ).parts
+
+    async def bind(self, seq: int, length: int) -> None:
+        """Reserve on the decode side in other blocks and another slot, then bind the source with that grant."""
+        there = tuple(range(100 - seq * 25, 125 - seq * 25))
+        await self.decode.bind(binding(seq, length, block_ids=there, slot=5 - seq, generation=40 + seq))
+        grant = Grant(worker_id="d", incarnation="j1", generation=40 + seq, block_ids=there, slot=5 - seq)
+        await self.prefill.bind(binding(seq, length, push=PushTarget(grant=grant, num_cached_tokens=0)))
+
+    async def compute(self, prompts: Sequence[tuple[int, ...]], chunk: int = 60) -> dict[int, int]:
+        """Prefill all prompts side by side in chunks; the first token of each."""
+        first: dict[int, int] = {}
+        for start in range(0, max(map(len, prompts)), chunk):
+            items = []
+            for seq, prompt in enumerate(prompts):
+                piece = prompt[start : start + chunk]
+                if piece:
+                    last = start + len(piece) == len(prompt)
+                    items.append(
+                        StepItem(
+                            seq=seq, start=start, num_tokens=len(piece), token_ids=piece, sample=last, last_chunk=last
+                        )
+                    )
+            result = await self.prefill.step(StepPlan(step=start, items=tuple(items)))
+            first |= {token.seq: token.token_id for token in result.tokens}
+        return first
+
+    async def collect(self, lengths: Sequence[int], missing: int = 0) -> None:
+        """Take reports until every part of every sequence is there, but for `missing` parts each."""
+        parts = self.parts
+        async with asyncio.timeout(30):
+            while any(self.num_done(seq, length, parts) < len(parts) - missing for seq, length in enumerate(lengths)):
+                self.reports.append(await self.prefill.next_push())
+
+    def num_done(self, seq: int, length: int, parts: Sequence[PlannedPart]) -> int:
+        """How many parts of a sequence are complete."""
+        return sum(self.ranges(seq, part).covers(0, length if part.role in PAGED else 1) for part in parts)
+
+    def of(self, seq: int, part: PlannedPart) -> list[PartPushed]:
+        """The good reports of one part."""
+        return [
+            report
+            for report in self.reports
+            if report.outcome is PushOutcome.DONE
+            and (report.seq, report.rank, report.destination_rank, report.role, report.layer)
+            == (seq, part.src_rank, part.dst_rank, part.role, part.layer)
+        ]
+
+    def ranges(self, seq: int, part: PlannedPart) -> RangeSet:
+        """What is there of one part."""
+        return RangeSet.of((report.start, report.end) for report in self.of(seq, part))
+
+    async def continue_on_decode(
+        self, prompts: Sequence[tuple[int, ...]], first: dict[int, int], count: int
+    ) -> list[tuple[int, ...]]:
+        """Generate `count` tokens of each sequence, the first of which prefill has chosen."""
+        outputs = [[first[seq]] for seq in range(len(prompts))]
+        for step in range(count - 1):
+            items = tuple(
+                StepItem(
+                    seq=seq,
+                    start=len(prompt) + step,
+                    num_tokens=1,
+                    token_ids=(first[seq],) if step == 0 else (),
+                    sample=True,
+                )
+                for seq, prompt in enumerate(prompts)
+            )
+            for token in (await self.decode.step(StepPlan(step=step, items=items))).tokens:
+                outputs[token.seq].append(token.token_id)
+        return [tuple(output) for output in outputs]
+
+
+async def hand_over(pair: Pair, prompts: Sequence[tuple[int, ...]], count: int = 64) -> list[tuple[int, ...]]:
+    """The whole path of some prompts."""
+    lengths = [len(prompt) for prompt in prompts]
+    for seq, length in enumerate(lengths):
+        await pair.bind(seq, length)
+    first = await pair.compute(prompts)
+    await pair.collect(lengths)
+    return await pair.continue_on_decode(prompts, first, count)
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2)])
+async def test_decode_continues_with_the_reference_tokens(reference: Any, tmp_path: Path, tps: tuple[int, int]) -> None:
+    """Two prompts of several chunks, prefilled in one batch, go to other blocks, slots and numbers of ranks: same 64 tokens.
+
+    Every token of every part is pushed exactly once, and full blocks leave before the prompt has ended.
+    """
+    prompts = [reference.prompts[2].token_ids, reference.prompts[3].token_ids]
+    async with AsyncExitStack() as stack:
+        pair = await Pair.make(stack, reference.folder, tmp_path, tps)
+        outputs = await hand_over(pair, prompts)
+        assert outputs == [prompt.output_ids for prompt in reference.prompts[2:]]
+        for seq, prompt in enumerate(prompts):
+            for part in pair.parts:
+                reports = pair.of(seq, part)
+                expected = len(prompt) if part.role in PAGED else 1
+                assert sum(report.end - report.start for report in reports) == expected
+                assert all(report.queued_ns <= report.started_ns <= report.done_ns for report in reports)
+                assert all(report.num_bytes > 0 for report in reports)
+                if part.role in PAGED:
+                    assert reports[0].end == 48, "the full blocks of the first chunk of 60 tokens"
+
+
+async def test_processes_hand_over_through_shared_memory(reference: Any, tmp_path: Path) -> None:
+    """The same with real rank processes, two to one."""
+    prompts = [reference.prompts[1].token_ids]
+    async with AsyncExitStack() as stack:
+        pair = await Pair.make(stack, reference.folder, tmp_path, (2, 1), real=True)
+        assert await hand_over(pair, prompts, 16) == [reference.prompts[1].output_ids[:16]]
+
+
+async def test_layers_leave_while_later_layers_are_computed(reference: Any, tmp_path: Path) -> None:
+    """A layer's content is handed to the pusher when the layer has written it, not when the step ends."""
+    async with AsyncExitStack() as stack:
+        pair = await Pair.make(stack, reference.folder, tmp_path, (1, 1))
+        prompt = reference.prompts[1].token_ids
+        await pair.bind(0, len(prompt))
+        item = StepItem(seq=0, start=0, num_tokens=len(prompt), token_ids=prompt, sample=True, last_chunk=True)
+        result = await pair.prefill.step(StepPlan(step=0, items=(item,)))
+        await pair.collect([len(prompt)])
+        (layers,) = result.layer_started_ns
+        assert len(layers) == 4
+        ends = (*layers[1:], result.ended_ns)
+        for report in pair.reports:
+            assert layers[report.layer] <= report.queued_ns <= ends[report.layer]
+
+
+async def test_a_push_into_memory_that_was_taken_back_fails_and_changes_nothing(reference: Any, tmp_path: Path) -> None:
+    """The grant's generation is gone: every part is reported as failed and quiescent, and the next owner's tokens are right."""
+    prompt = reference.prompts[1].token_ids
+    async with AsyncExitStack() as stack:
+        pair = await Pair.make(stack, reference.folder, tmp_path, (2, 1))
+        await pair.bind(0, len(prompt))
+        assert await pair.decode.release((0,), 90, 1000) == frozenset()
+        there = tuple(range(100, 125))
+        await pair.decode.bind(binding(7, len(prompt), block_ids=there, slot=5, generation=91))
+        items = (StepItem(seq=7, start=0, num_tokens=len(prompt), token_ids=prompt, sample=True, last_chunk=True),)
+        tokens = list((await pair.decode.step(StepPlan(step=0, items=items))).tokens)
+        await pair.compute([prompt])
+        async with asyncio.timeout(30):
+            while len({(r.rank, r.role, r.layer, r.destination_rank) for r in pair.reports}) < len(pair.parts):
+                pair.reports.append(await pair.prefill.next_push())
+        assert {report.outcome for report in pair.reports} == {PushOutcome.FAILED_QUIESCED}
+        for step in range(1, 12):
+            items = (StepItem(seq=7, start=len(prompt) + step - 1, num_tokens=1, sample=True),)
+            tokens += (await pair.decode.step(StepPlan(step=step, items=items))).tokens
+        assert tuple(token.token_id for token in tokens) == reference.prompts[1].output_ids[:12]
+
+
+@pytest.mark.parametrize(
+    "failpoints",
+    ["zero:role=ssm", "zero:role=conv,layer=1", "zero:role=key,block=2", "swap:role=value,block=0,with=1"],
+)
+async def test_a_planted_fault_shows_in_the_tokens(reference: Any, tmp_path: Path, failpoints: str) -> None:
+    """Zeroed states and misplaced blocks give other tokens: the comparison with the reference can fail."""
+    prompts = [reference.prompts[1].token_ids]
+    async with AsyncExitStack() as stack:
+        pair = await Pair.make(stack, reference.folder, tmp_path, (2, 1), failpoints=failpoints)
+        assert await hand_over(pair, prompts) != [reference.prompts[1].output_ids]
+
+
+async def test_delayed_parts_arrive_and_dropped_ones_never_do(reference: Any, tmp_path: Path) -> None:
+    """A delay changes nothing but time; a dropped part is not reported, and no other part is missing."""
+    prompt = reference.prompts[0].token_ids
+    async with AsyncExitStack() as stack:
+        failpoints = "delay:role=conv,ms=5; drop:role=ssm,layer=2,source=0"
+        pair = await Pair.make(stack, reference.folder, tmp_path, (2, 1), failpoints=failpoints)
+        await pair.bind(0, len(prompt))
+        await pair.compute([prompt])
+        await pair.collect([len(prompt)], missing=1)
+        (lost,) = [part for part in pair.parts if not pair.ranges(0, part).ranges]
+        assert (lost.role, lost.layer, lost.src_rank) == (Role.SSM, 2, 0)
+
+
+async def test_memory_that_is_still_being_read_is_not_given_back(reference: Any, tmp_path: Path) -> None:
+    """Releasing a source whose push is under way leaves the sequence indeterminate, and bound; queued pushes are dropped."""
+    prompt = reference.prompts[1].token_ids
+    async with AsyncExitStack() as stack:
+        pair = await Pair.make(stack, reference.folder, tmp_path, (1, 1), failpoints="delay:role=conv,ms=600000")
+        await pair.bind(0, len(prompt))
+        await pair.compute([prompt])
+        assert await pair.prefill.release((0,), 90, 0) == {0}
+        (scan,) = await pair.prefill.scan()
+        assert (scan.seqs, scan.num_queued_pushes) == ((0,), 1)
+
+
+async def test_links_are_needed_and_can_be_taken_away(reference: Any, tmp_path: Path) -> None:
+    """A grant of a worker that is not linked is refused at bind; linking again works; a pair that does not fit is refused."""
+    async with AsyncExitStack() as stack:
+        pair = await Pair.make(stack, reference.folder, tmp_path, (2, 1))
+        await pair.prefill.unlink(DECODER)
+        await pair.prefill.unlink(DECODER)
+        with pytest.raises(EngineError, match="linked"):
+            await pair.bind(0, 5)
+        assert [scan.seqs for scan in await pair.prefill.scan()] == [(), ()]
+        await pair.decode.release((0,), 95, 1000)
+        with pytest.raises(EngineError):
+            await pair.prefill.link(DECODER, pair.descriptions() * 2)
+        await pair.prefill.link(DECODER, pair.descriptions())
+        prompt = reference.prompts[0].token_ids
+        there = tuple(range(10))
+        await pair.decode.bind(binding(8, 5, block_ids=there, slot=1, generation=96))
+        grant = Grant(worker_id="d", incarnation="j1", generation=96, block_ids=there, slot=1)
+        await pair.prefill.bind(binding(0, 5, push=PushTarget(grant=grant, num_cached_tokens=0)))
+        await pair.compute([prompt])
+        await pair.collect([5])
