@@ -1,0 +1,72 @@
+"""`python -m loadtest COMMAND`: load tests of meshes on this machine, over the loopback interface alone."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, assert_never
+
+from common.runtime.clock import SystemClock
+from common.runtime.settings import SettingsError
+from contracts.errors import InvalidValueError, PdmeshError
+from loadtest.arguments import parser
+from loadtest.handoff import Say, run_contract, run_handoff
+from loadtest.recall_run import run_recall
+from loadtest.report import EXIT_FAILED, Machine, Report
+from loadtest.settings import LoadSettings, RecallSettings, plain
+from services.launcher.console import Console
+
+EXIT_SETTINGS: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Do what `argv` (the process's own by default) asks for; return 0 if nothing failed, 1, 2 for settings, 130 for Ctrl-C."""
+    arguments = vars(parser().parse_args(argv))
+    command, json_file = arguments.pop("command"), arguments.pop("json")
+    clock = SystemClock()
+    console = Console(clock)
+    try:
+        settings = _settings(command, arguments)
+        report = Report(command, plain(settings), Machine.here())
+        asyncio.run(_run(settings, report, command, console.say))
+    except (InvalidValueError, SettingsError) as error:
+        print(f"loadtest: {error}", file=sys.stderr)
+        return EXIT_SETTINGS
+    except PdmeshError as error:
+        print(f"loadtest: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    console.show(report.text())
+    if json_file is not None:
+        Path(json_file).write_bytes(report.json())
+    return report.status
+
+
+def _settings(command: str, arguments: dict[str, Any]) -> LoadSettings | RecallSettings:
+    values = {**arguments, "overrides": tuple(arguments["overrides"])}
+    return RecallSettings(**values) if command == "recall" else LoadSettings(**values)
+
+
+async def _run(settings: LoadSettings | RecallSettings, report: Report, command: str, say: Say) -> None:
+    clock = SystemClock()
+    try:
+        async with asyncio.timeout(settings.time_limit_s):
+            match settings:
+                case RecallSettings():
+                    await run_recall(settings, report, clock, say)
+                case LoadSettings() if command == "contract":
+                    await run_contract(settings, report, clock, say)
+                case LoadSettings():
+                    await run_handoff(settings, report, clock, say)
+                case _:
+                    assert_never(settings)
+    except TimeoutError as error:
+        raise PdmeshError(f"not done after {settings.time_limit_s:g} s (--time-limit)") from error
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,168 @@
+"""Phases, bytes and takeovers of handoffs, from made-up events; and the least that a handoff can move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.layout.bind import bind_slot, bind_tokens
+from common.layout.planner import plan
+from common.layout.region import lay_out
+from common.layout.shape import CacheShape, LayerType
+from common.layout.templates import PagedTemplate
+from contracts.events import EventName, HandoffEvent
+from contracts.manifest import CacheDtypes, Coordinates, Dtype
+from loadtest.client import Sample
+from loadtest.ideal import ideal_bytes
+from loadtest.phases import phase_order, read_handoffs, with_admission, within
+
+_MS = 1_000_000
+
+
+def _event(
+    name: EventName, at_ms: float, service: str = "broker", *, handoff: str = "r1-0", **fields: Any
+) -> HandoffEvent:
+    return HandoffEvent(
+        event=name,
+        service=service,
+        instance=f"{service}-0",
+        handoff_id=handoff,
+        request_id=handoff.rpartition("-")[0],
+        at="2025-01-01T00:00:00+00:00",
+        at_ns=round(at_ms * _MS),
+        **fields,
+    )
+
+
+def _handoff() -> list[HandoffEvent]:
+    return [
+        _event(EventName.REQUEST_SUBMITTED, 10, num_tokens=64),
+        _event(EventName.DECODE_RESERVED, 12, rpc_ms=2.0, prepare_ms=1.0),
+        _event(EventName.PREFILL_ACCEPTED, 13, rpc_ms=1.0),
+        _event(EventName.PREFILL_STARTED, 14, "prefill", prepare_ms=0.5),
+        _event(EventName.LAYER_COMPUTED, 30, "prefill", started_ns=20 * _MS, layer=0, source_rank=0),
+        _event(EventName.PART_PUSHED, 25, "prefill", started_ns=24 * _MS, num_bytes=100, source_rank=0),
+        _event(EventName.PART_PUSHED, 28, "prefill", started_ns=26 * _MS, num_bytes=50, source_rank=1),
+        _event(EventName.RANK_PUSHED, 29, source_rank=0, duration_ms=1.0),
+        _event(EventName.RANK_PUSHED, 29, source_rank=1, duration_ms=2.0),
+        _event(EventName.LEDGER_CLOSED, 29.5),
+        _event(EventName.PREFILL_FINISHED, 31, duration_ms=16.0),
+        _event(EventName.HANDOFF_COMMITTED, 33, rpc_ms=1.5),
+        _event(EventName.TAKEN_OVER, 36, started_ns=34 * _MS, prepare_ms=0.1, enqueue_ms=0.2, total_ms=0.3),
+        _event(EventName.REQUEST_FINISHED, 50),
+    ]
+
+
+def _sample(sent_ms: float, done_ms: float, length: int = 64) -> Sample:
+    return Sample(
+        mode="P/D",
+        round=0,
+        place=0,
+        num_prompt_tokens=length,
+        sent_ns=round(sent_ms * _MS),
+        done_ns=round(done_ms * _MS),
+        token_ids=(1,),
+        token_ns=(round(done_ms * _MS),),
+    )
+
+
+def test_phases_are_read_from_a_handoffs_events() -> None:
+    """Every phase has its milliseconds; the takeover runs from the last push to the first decode step."""
+    (found,) = read_handoffs(_handoff())
+    assert found.phases == {
+        "reserve: prepare": 1.0,
+        "reserve: rpc": 2.0,
+        "run: rpc": 1.0,
+        "queue": 0.5,
+        "compute": 16.0,
+        "push, rank 0": 1.0,
+        "push, rank 1": 2.0,
+        "ledger close": 1.5,
+        "finish: told": 1.0,
+        "commit: rpc": 1.5,
+        "takeover: prepare": 0.1,
+        "takeover: enqueue": 0.2,
+        "takeover: commit to step": 0.3,
+        "takeover": 6.0,
+        "takeover: after compute": 4.0,
+    }
+    assert (found.takeover_ms, found.after_compute_ms, found.num_bytes, found.num_parts) == (6.0, 4.0, 150, 2)
+    assert found.finished
+
+
+def test_a_mixed_request_has_no_takeover() -> None:
+    """Without pushes there is none, and the compute is what lies between its start and its end."""
+    events = [
+        _event(EventName.REQUEST_SUBMITTED, 10, num_tokens=64),
+        _event(EventName.PREFILL_STARTED, 12, "mixed"),
+        _event(EventName.PREFILL_FINISHED, 19, "mixed"),
+    ]
+    (found,) = read_handoffs(events)
+    assert found.phases == {"compute": 7.0}
+    assert (found.takeover_ms, found.num_bytes, found.finished) == (None, 0, False)
+
+
+def test_events_without_a_submission_are_nobodys() -> None:
+    """A handoff whose beginning the stream no longer has cannot be placed."""
+    assert read_handoffs(_handoff()[1:]) == []
+
+
+def test_only_handoffs_of_the_measured_requests_count() -> None:
+    """A warm-up, or a prompt of another length, lies outside of every window."""
+    handoffs = read_handoffs(_handoff())
+    assert within(handoffs, [_sample(9, 60)]) == handoffs
+    assert within(handoffs, [_sample(11, 60)]) == []
+    assert within(handoffs, [_sample(9, 60, length=65)]) == []
+
+
+def test_admission_is_told_only_where_one_request_can_be_meant() -> None:
+    """Two overlapping requests leave it open which of them a submission belongs to."""
+    handoffs = read_handoffs(_handoff())
+    (alone,) = with_admission(handoffs, [_sample(9, 60)])
+    assert alone.phases["admission"] == 1.0
+    (together,) = with_admission(handoffs, [_sample(9, 60), _sample(8, 60)])
+    assert "admission" not in together.phases
+
+
+def test_phases_stand_in_the_order_in_which_they_end() -> None:
+    """Pushes come by rank, before the ledger closes; what was not seen is left out."""
+    seen = ["takeover", "push, rank 1", "ledger close", "push, rank 0", "compute"]
+    assert phase_order(seen) == ["compute", "push, rank 0", "push, rank 1", "ledger close", "takeover"]
+
+
+@pytest.mark.parametrize(("source_tp", "destination_tp"), [(2, 1), (1, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize("num_tokens", [1, 16, 77])
+def test_the_ideal_is_what_a_plan_moves(source_tp: int, destination_tp: int, num_tokens: int) -> None:
+    """Counted from the destination's spans alone, the bytes are those of the planner's own runs."""
+    shape = CacheShape(
+        layer_types=(LayerType.LINEAR, LayerType.FULL),
+        num_kv_heads=2,
+        head_dim=8,
+        num_key_heads=4,
+        num_value_heads=8,
+        key_head_dim=8,
+        value_head_dim=4,
+        conv_kernel=4,
+        dtypes=CacheDtypes(key=Dtype.BFLOAT16, value=Dtype.BFLOAT16, conv=Dtype.FLOAT32),
+        block_size=16,
+        num_blocks=8,
+        num_slots=2,
+    )
+    source, destination = (
+        [
+            lay_out(shape, Coordinates(tp_rank=rank, tp_size=tp)).manifest(worker_id=name, incarnation="i", model="m")
+            for rank in range(tp)
+        ]
+        for name, tp in (("prefill", source_tp), ("decode", destination_tp))
+    )
+    ids = list(range(8))
+    moved = 0
+    for template in plan(source, destination).templates:
+        runs = (
+            bind_tokens(template, ids, ids, 0, num_tokens, 16)
+            if isinstance(template, PagedTemplate)
+            else bind_slot(template, 0, 1)
+        )
+        moved += sum(run.nbytes for run in runs)
+    assert ideal_bytes(destination, num_tokens) == moved
