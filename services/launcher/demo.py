@@ -23,6 +23,7 @@ from services.launcher.stream import read_all
 _QUESTION: Final = "In the beginning God created"
 _OPENING: Final = "It is a truth universally acknowledged, that"
 _NUM_TOKENS: Final = 48
+_SAMPLING: Final = {"temperature": 0.7, "top_p": 0.9, "seed": 7}
 _NUM_REQUESTS: Final = 2
 _EVENTS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.1
@@ -48,7 +49,7 @@ class Demo:
     async def _ask(self, url: str) -> None:
         async with aiohttp.ClientSession() as session:
             client = ChatClient(session, url)
-            limits = {"model": await client.model(), "max_tokens": _NUM_TOKENS, "temperature": 0.0}
+            limits = {"model": await client.model(), "max_tokens": _NUM_TOKENS, **_SAMPLING}
             messages = [{"role": "user", "content": _QUESTION}]
             await self._print("chat", _QUESTION, client.stream_chat(messages=messages, **limits))
             await self._print("completion", _OPENING, client.stream_completion(prompt=_OPENING, **limits))
