@@ -22,6 +22,7 @@ from contracts.workers import WorkerRecord
 from services.broker.service import Broker
 
 MAX_WAITING_REPORTS: Final = 65536
+CLOSE_TIMEOUT_S: Final = 2.0
 
 
 class BrokerEdges:
@@ -50,9 +51,12 @@ class BrokerEdges:
             self._tasks.append(self._group.create_task(work, name=name))
 
     async def close(self) -> None:
-        """Stop listening."""
-        for task in self._tasks:
+        """Stop listening. Twice is fine."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
 
     def handlers(self) -> Mapping[str, Handler]:
         """What the broker can be asked, by verb."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import structlog
 
+from common.bus.errors import BusError
 from common.bus.memory import MemoryServer
 from common.bus.port import Bus, Message, Subscription
 from common.bus.storage import WORKERS_CONFIG
@@ -196,24 +198,26 @@ class World:
         self.frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
         self.hints: list[CancelWork] = []
         self.metrics = Metrics()
+        self._tasks: list[asyncio.Task[None]] = []
         self.bus: Bus
         self.prefill: ScriptedWorker
         self.decode: ScriptedWorker
         self.mixed: ScriptedWorker
         self.broker: Broker
-        self.edges: BrokerEdges
+        self.edges: BrokerEdges | None = None
 
-    async def open(self, **settings: Any) -> None:
-        """Start everybody."""
+    async def open(self, *, with_broker: bool = True, **settings: Any) -> None:
+        """Start everybody; the broker may also be a process of its own."""
         self.bus = await self._connect()
         self.prefill = await self._worker(WorkerRole.PREFILL, PREFILL, 2)
         self.decode = await self._worker(WorkerRole.DECODE, DECODE, 1)
         self.mixed = await self._worker(WorkerRole.MIXED, MIXED, 1)
         tokens = await self.bus.subscribe(subjects.tokens_filter(ROUTER))
-        self.group.create_task(self._read(tokens, lambda data: self.frames.put_nowait(decode(data, TokenFrame))))
+        self._start(self._read(tokens, lambda data: self.frames.put_nowait(decode(data, TokenFrame))))
         hints = await self.bus.subscribe(f"{subjects.PREFIX}.cancel.>")
-        self.group.create_task(self._read(hints, lambda data: self.hints.append(decode(data, CancelWork))))
-        await self.start_broker(**settings)
+        self._start(self._read(hints, lambda data: self.hints.append(decode(data, CancelWork))))
+        if with_broker:
+            await self.start_broker(**settings)
 
     async def start_broker(self, **settings: Any) -> None:
         """Start a broker, or another one."""
@@ -230,21 +234,36 @@ class World:
 
     async def _worker(self, role: WorkerRole, ref: WorkerRef, tp: int) -> ScriptedWorker:
         worker = ScriptedWorker(await self._connect(), role, ref, await manifests(self.clock, ref, tp))
-        self.group.create_task(worker.answer(await worker.listen()))
+        self._start(worker.answer(await worker.listen()))
         await worker.announce()
-        self.group.create_task(self._heartbeats(worker))
+        self._start(self._heartbeats(worker))
         return worker
 
     async def _heartbeats(self, worker: ScriptedWorker) -> None:
         worker.scripts.setdefault("alive", lambda _message: None)
         while True:
             await self.clock.sleep(2.0)
-            if "alive" in worker.scripts and self.bus.is_connected:
-                await worker.announce()
+            if "alive" in worker.scripts:
+                with suppress(BusError):
+                    await worker.announce()
 
     async def _read(self, subscription: Subscription, take: Callable[[bytes], None]) -> None:
         async for message in subscription:
             take(message.data)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(self.group.create_task(work))
+
+    async def stop_broker(self) -> None:
+        """Let the broker hear nothing any more, as if it had died."""
+        if self.edges is not None:
+            await self.edges.close()
+
+    async def close(self) -> None:
+        """Stop everybody; whoever connected the buses closes them."""
+        await self.stop_broker()
+        for task in self._tasks:
+            task.cancel()
 
     # The router.
 

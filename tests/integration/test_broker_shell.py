@@ -517,7 +517,7 @@ def test_a_new_broker_goes_on_with_what_was_committed() -> None:
 
     async def scenario(world: World, _server: MemoryServer) -> None:
         await committed(world)
-        await world.edges.close()
+        await world.stop_broker()
         await world.start_broker()
         await world.until(lambda: len(world.decode.of(CommitHandoff)) > 1)
         first, second = world.decode.of(CommitHandoff)
@@ -536,7 +536,7 @@ def test_a_new_broker_fails_what_was_not_committed() -> None:
 
     async def scenario(world: World, _server: MemoryServer) -> None:
         await prefilling(world)
-        await world.edges.close()
+        await world.stop_broker()
         await world.start_broker()
         frame = await world.frames.get()
         assert frame.error is not None
