@@ -1,0 +1,197 @@
+"""Single steps of a handoff, where the exact messages matter."""
+
+from __future__ import annotations
+
+import pytest
+
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName
+from contracts.handoff import CommitHandoff, Grant, HandoffRecord, HandoffState, Reserved, RunPrefill
+from contracts.manifest import Namespace, PlannedPart, Role
+from contracts.requests import DisaggregatedRoute, SamplingParams, SubmitRequest, WorkerRef
+from contracts.workers import WorkerRole
+from services.broker.core import effects as fx
+from services.broker.core import events as ev
+from services.broker.core.handoff import Handoff, Policy
+from services.broker.core.step import adopt, begin, step
+
+PREFILL = WorkerRef(worker_id="p0", incarnation="ip")
+DECODE = WorkerRef(worker_id="d0", incarnation="id")
+GRANT = Grant(worker_id="d0", incarnation="id", generation=3, block_ids=(0, 1, 2), slot=1)
+POLICY = Policy(fence=4, tombstone_margin_ms=2_000, parts_query_ms=50)
+SECOND = 1_000_000_000
+PART = PlannedPart(namespace=Namespace.TARGET, role=Role.KEY, layer=0, src_rank=0, dst_rank=0)
+
+
+def submitted() -> ev.Submitted:
+    """A submit at 1 s, to end by 11 s."""
+    return ev.Submitted(
+        at_ns=SECOND,
+        submit=SubmitRequest(
+            handoff_id="r1-0",
+            request_id="r1",
+            attempt=0,
+            router_id="router-0",
+            route=DisaggregatedRoute(prefill=PREFILL, decode=DECODE),
+            num_prompt_tokens=40,
+            prompt_hash="h",
+            sampling=SamplingParams(max_tokens=8, seed=1),
+            timeout_ms=10_000,
+        ),
+        deadline_ns=11 * SECOND,
+        deadline_at="2030-01-01T00:00:10+00:00",
+        planned=(PART,),
+        block_size=16,
+    )
+
+
+def reserving() -> Handoff:
+    """A handoff whose record is stored, with the reserve under way."""
+    handoff, _ = begin(submitted(), POLICY)
+    handoff, _ = step(handoff, ev.RecordStored(at_ns=SECOND, write=1, revision=1))
+    return handoff
+
+
+def reserved(handoff: Handoff, *, grant: Grant = GRANT, cached: int = 16) -> tuple[Handoff, tuple[fx.Effect, ...]]:
+    """The step in which decode's answer arrives, at 3 s."""
+    answer = Reserved(handoff_id="r1-0", grant=grant, num_cached_tokens=cached, prepare_ms=0.5)
+    return step(handoff, ev.DecodeReserved(at_ns=3 * SECOND, answer=answer, rpc_ms=1.0))
+
+
+def test_the_record_comes_before_anybody_is_asked() -> None:
+    """A submit writes RESERVING with create, and asks nobody yet."""
+    _, effects = begin(submitted(), POLICY)
+    (store,) = effects
+    assert isinstance(store, fx.StoreRecord)
+    assert (store.last, store.record.state, store.record.fence) == (None, HandoffState.RESERVING, 4)
+
+
+def test_prefill_is_asked_with_the_grant_and_the_time_that_is_left() -> None:
+    """What decode granted and has cached already goes to prefill; the record follows behind."""
+    handoff, effects = reserved(reserving())
+    (run,) = [effect.message for effect in effects if isinstance(effect, fx.AskRun)]
+    assert isinstance(run, RunPrefill)
+    assert (run.grant, run.num_cached_tokens, run.fence, run.timeout_ms) == (GRANT, 16, 4, 8_000)
+    (store,) = [effect for effect in effects if isinstance(effect, fx.StoreRecord)]
+    assert (store.last, store.record.state, store.record.grant) == (1, HandoffState.PREFILLING, GRANT)
+    assert handoff.told == {WorkerRole.PREFILL, WorkerRole.DECODE}
+
+
+@pytest.mark.parametrize(
+    ("grant", "cached", "text"),
+    [
+        (Grant(worker_id="d0", incarnation="old", generation=3, block_ids=(0,), slot=1), 0, "the grant is for d0 old"),
+        (GRANT, 41, "num_cached_tokens: 41"),
+        (GRANT, -1, "num_cached_tokens: -1"),
+    ],
+)
+def test_an_answer_that_cannot_be_fails_the_handoff(grant: Grant, cached: int, text: str) -> None:
+    """A grant of another start, or more cached tokens than there are: prefill is never asked."""
+    handoff, effects = reserved(reserving(), grant=grant, cached=cached)
+    assert not any(isinstance(effect, fx.AskRun) for effect in effects)
+    assert handoff.verdict is not None
+    assert handoff.verdict.error is not None
+    assert handoff.verdict.error.code is ErrorCode.PROTOCOL
+    assert text in handoff.verdict.error.message
+
+
+def test_a_release_stands_for_the_rest_of_the_deadline() -> None:
+    """Its tombstone outlives every message that may still be under way."""
+    handoff = reserving()
+    handoff, _ = step(handoff, ev.CancelRequested(at_ns=5 * SECOND, reason="gone"))
+    _, effects = step(handoff, ev.RecordStored(at_ns=5 * SECOND, write=2, revision=2))
+    (release,) = [effect for effect in effects if isinstance(effect, fx.AskRelease)]
+    assert release.role is WorkerRole.DECODE
+    assert release.message.tombstone_ms == 6_000 + 2_000
+
+
+def test_an_acceptance_after_the_end_is_answered_by_a_release() -> None:
+    """A reserve that was slow may have taken memory after the release was obeyed."""
+    handoff = reserving()
+    handoff, _ = step(handoff, ev.DeadlinePassed(at_ns=12 * SECOND))
+    after, effects = reserved(handoff)
+    assert after == handoff
+    (again,) = effects
+    assert isinstance(again, fx.AskRelease)
+
+
+def test_the_deadline_does_not_wait_for_the_bucket() -> None:
+    """With a write under way for ever, the deadline still ends everything; what the bucket answers later is caught up with."""
+    handoff, _ = reserved(reserving())
+    handoff, effects = step(handoff, ev.DeadlinePassed(at_ns=12 * SECOND))
+    kinds = [type(effect) for effect in effects]
+    assert kinds.count(fx.AskRelease) == 2
+    assert kinds.count(fx.AnswerRouter) == 1
+    assert handoff.state is HandoffState.FAILED
+    _, effects = step(handoff, ev.RecordStored(at_ns=13 * SECOND, write=2, revision=2))
+    (store,) = effects
+    assert isinstance(store, fx.StoreRecord)
+    assert (store.last, store.record.state) == (2, HandoffState.FAILED)
+
+
+def test_a_record_that_cannot_be_created_refuses_the_submit() -> None:
+    """Nobody was told, so nobody is released, and the router hears it in the answer, not in a frame."""
+    handoff, _ = begin(submitted(), POLICY)
+    error = ErrorInfo(code=ErrorCode.BUS_UNAVAILABLE, message="away")
+    handoff, effects = step(handoff, ev.RecordUnwritten(at_ns=SECOND, write=1, error=error))
+    assert [effect for effect in effects if isinstance(effect, fx.AnswerSubmit)] == [fx.AnswerSubmit(error=error)]
+    assert not any(isinstance(effect, fx.AskRelease | fx.AnswerRouter) for effect in effects)
+    assert handoff.forgotten
+
+
+def record(state: HandoffState) -> HandoffRecord:
+    """What an earlier broker left."""
+    return HandoffRecord(
+        handoff_id="r1-0",
+        request_id="r1",
+        attempt=0,
+        router_id="router-0",
+        route=DisaggregatedRoute(prefill=PREFILL, decode=DECODE),
+        state=state,
+        fence=3,
+        num_prompt_tokens=40,
+        prompt_hash="h",
+        sampling=SamplingParams(max_tokens=8, seed=1),
+        deadline_at="2030-01-01T00:00:10+00:00",
+        grant=GRANT,
+        first_token=9,
+        num_prefill_cached_tokens=24,
+    )
+
+
+def adopted(state: HandoffState) -> tuple[Handoff, tuple[fx.Effect, ...]]:
+    """The first step of a new broker."""
+    event = ev.Adopted(at_ns=SECOND, record=record(state), revision=8, deadline_ns=11 * SECOND)
+    return adopt(event, POLICY)
+
+
+def test_a_committed_record_is_committed_again() -> None:
+    """With the new fence and what the record knows; the record gets the new fence, too."""
+    _, effects = adopted(HandoffState.COMMITTED)
+    (commit,) = [effect.message for effect in effects if isinstance(effect, fx.AskCommit)]
+    assert commit == CommitHandoff(
+        handoff_id="r1-0", incarnation="id", fence=4, first_token=9, num_cached_tokens=24, timeout_ms=10_000
+    )
+    (store,) = [effect for effect in effects if isinstance(effect, fx.StoreRecord)]
+    assert (store.last, store.record.fence) == (8, 4)
+
+
+def test_a_decoding_record_is_waited_for() -> None:
+    """Decode needs no broker to go on: nobody is asked for anything."""
+    handoff, effects = adopted(HandoffState.DECODING)
+    assert [type(effect) for effect in effects] == [fx.StoreRecord]
+    _, effects = step(handoff, ev.DeadlinePassed(at_ns=12 * SECOND))
+    assert sum(isinstance(effect, fx.AskRelease) for effect in effects) == 2
+
+
+@pytest.mark.parametrize("state", [HandoffState.RESERVING, HandoffState.PREFILLING])
+def test_a_record_before_its_commit_fails(state: HandoffState) -> None:
+    """The ledger was in the memory of the broker that is gone: both workers are released, the error is retryable."""
+    handoff, _ = adopted(state)
+    _, effects = step(handoff, ev.RecordStored(at_ns=SECOND, write=1, revision=9))
+    assert sum(isinstance(effect, fx.AskRelease) for effect in effects) == 2
+    (answer,) = [effect for effect in effects if isinstance(effect, fx.AnswerRouter)]
+    assert answer.frame.error is not None
+    assert answer.frame.error.rule.retryable
+    names = [effect.name for effect in effects if isinstance(effect, fx.Publish)]
+    assert names == [EventName.REQUEST_FAILED]
