@@ -14,6 +14,12 @@ from contracts.manifest import Namespace, PlannedPart, Role
 PartName = tuple[Namespace, Role, int, int]
 """A part of one source rank: namespace, role, layer, destination rank."""
 
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open ranges of tokens, or of the one unit that a state is."""
+
+Debt = tuple[tuple[PartName, Ranges], ...]
+"""What one source rank owes: ascending ranges that do not touch, for each of its parts."""
+
 
 class LedgerError(PdmeshError):
     """A report says something that cannot be: a part nobody planned, a range outside of it, or twice, or taken back."""
@@ -24,34 +30,47 @@ class LedgerError(PdmeshError):
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of one handoff. Closed once the done ranges of every planned part are exactly the ranges owed.
 
-    `reports` holds the latest report of each source rank, by rank; `closed_sources` those that owe nothing any more.
+    `debts` say for each source rank what it owes, part by part; `reports` holds the latest report of each source rank, by
+    rank; `closed_parts` and `closed_sources` are what needs no more.
     """
 
     planned: tuple[PlannedPart, ...]
     num_cached_tokens: int
     num_prompt_tokens: int
     block_size: int
+    debts: tuple[tuple[int, Debt], ...] = ()
     reports: tuple[PartsReport, ...] = ()
+    closed_parts: frozenset[tuple[int, PartName]] = frozenset()
     closed_sources: frozenset[int] = frozenset()
 
     @classmethod
     def open(
         cls, planned: Iterable[PlannedPart], *, num_cached_tokens: int, num_prompt_tokens: int, block_size: int
     ) -> Ledger:
-        """A ledger to which nothing has been reported. Sources that owe nothing are closed from the start."""
+        """A ledger to which nothing has been reported. Parts and sources that owe nothing are closed from the start."""
         ledger = cls(
             planned=tuple(planned),
             num_cached_tokens=num_cached_tokens,
             num_prompt_tokens=num_prompt_tokens,
             block_size=block_size,
         )
-        idle = frozenset(source for source in ledger.sources if not any(ledger._owed_by(source).values()))
-        return msgspec.structs.replace(ledger, closed_sources=idle)
+        debts: dict[int, list[tuple[PartName, Ranges]]] = {}
+        for part in ledger.planned:
+            name = (part.namespace, part.role, part.layer, part.dst_rank)
+            debts.setdefault(part.src_rank, []).append((name, ledger.owed(part)))
+        return msgspec.structs.replace(
+            ledger,
+            debts=tuple((source, tuple(debt)) for source, debt in sorted(debts.items())),
+            closed_parts=frozenset(
+                (source, name) for source, debt in debts.items() for name, ranges in debt if not ranges
+            ),
+            closed_sources=frozenset(source for source, debt in debts.items() if not any(ranges for _, ranges in debt)),
+        )
 
     @property
     def sources(self) -> frozenset[int]:
         """Every source rank of the plan."""
-        return frozenset(part.src_rank for part in self.planned)
+        return frozenset(source for source, _ in self.debts)
 
     @property
     def closed(self) -> bool:
@@ -63,7 +82,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes that the sources say they have written."""
         return sum(report.num_bytes for report in self.reports)
 
-    def owed(self, part: PlannedPart) -> tuple[tuple[int, int], ...]:
+    def owed(self, part: PlannedPart) -> Ranges:
         """The ranges that `part` must bring: tokens of the destination's blocks past the cached ones, or `[0, 1)` of a state.
 
         A draft cache has no token 0: its first pair is kept at position 1.
@@ -88,34 +107,29 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         Raises `LedgerError` for a report that contradicts the plan, itself, or an earlier one.
         """
         source = report.source_rank
-        if source not in self.sources:
+        owed = next((dict(debt) for rank, debt in self.debts if rank == source), None)
+        if owed is None:
             raise LedgerError(f"source_rank: {source} owes nothing; the rule is: one of {sorted(self.sources)}")
         before = self.report_of(source)
         if before is not None and report.revision <= before.revision:
             return self
-        owed = self._owed_by(source)
-        done = _done(report.parts)
-        for name, ranges in done.items():
-            if name not in owed:
-                raise LedgerError(f"source rank {source}: {_shown(name)} is no planned part")
-            for start, end in ranges.ranges:
-                if not any(low <= start and end <= high for low, high in owed[name]):
-                    raise LedgerError(
-                        f"source rank {source}: {_shown(name)}: [{start}, {end}) is not owed; "
-                        f"the rule is: inside {list(owed[name])}"
-                    )
-        if before is not None:
-            for name, ranges in _done(before.parts).items():
-                after = done.get(name, RangeSet())
-                if not all(after.covers(start, end) for start, end in ranges.ranges):
-                    raise LedgerError(
-                        f"source rank {source}: {_shown(name)}: revision {report.revision} takes parts back"
-                    )
+        known = {} if before is None else _listed(before.parts)
+        listed = _listed(report.parts)
+        closed: list[tuple[int, PartName]] = []
+        for name, ranges in listed.items():
+            if known.get(name) != ranges:  # the rest of a cumulative report has been looked at before
+                done = _grown(name, ranges, owed.get(name), known.get(name, ()))
+                if done == owed[name]:
+                    closed.append((source, name))
+        if not known.keys() <= listed.keys():
+            raise LedgerError(f"source rank {source}: revision {report.revision} takes parts back")
         kept = tuple(other for other in self.reports if other.source_rank != source)
-        complete = all(done.get(name, RangeSet()).ranges == ranges for name, ranges in owed.items())
+        closed_parts = self.closed_parts.union(closed)
+        complete = all((source, name) in closed_parts for name in owed)
         return msgspec.structs.replace(
             self,
             reports=tuple(sorted((*kept, report), key=lambda one: one.source_rank)),
+            closed_parts=closed_parts,
             closed_sources=self.closed_sources | {source} if complete else self.closed_sources,
         )
 
@@ -127,29 +141,32 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         """How many parts the plan asks of one source rank."""
         return sum(part.src_rank == source_rank for part in self.planned)
 
-    def _owed_by(self, source: int) -> dict[PartName, tuple[tuple[int, int], ...]]:
-        return {
-            (part.namespace, part.role, part.layer, part.dst_rank): self.owed(part)
-            for part in self.planned
-            if part.src_rank == source
-        }
 
-
-def _done(parts: Iterable[PartDone]) -> dict[PartName, RangeSet]:
-    """What a report says is done, with touching ranges joined. Raises `LedgerError` for ranges that are empty or overlap."""
-    listed: dict[PartName, list[tuple[int, int]]] = {}
+def _listed(parts: Iterable[PartDone]) -> dict[PartName, Ranges]:
+    """The ranges of each part, as they were listed."""
+    listed: dict[PartName, Ranges] = {}
     for part in parts:
         name = (part.namespace, part.role, part.layer, part.destination_rank)
-        listed.setdefault(name, []).extend(part.ranges)
-    done: dict[PartName, RangeSet] = {}
-    for name, ranges in listed.items():
-        reached = 0
-        for start, end in sorted(ranges):
-            if not reached <= start < end:
-                raise LedgerError(f"{_shown(name)}: [{start}, {end}) is empty, negative or done twice")
-            reached = end
-        done[name] = RangeSet.of(ranges)
-    return done
+        listed[name] = listed.get(name, ()) + part.ranges
+    return listed
+
+
+def _grown(name: PartName, ranges: Ranges, owed: Ranges | None, known: Ranges) -> Ranges:
+    """The done ranges of one part, with touching ones joined. Raises `LedgerError` when they cannot be."""
+    if owed is None:
+        raise LedgerError(f"{_shown(name)} is no planned part of this source rank")
+    reached = 0
+    for start, end in sorted(ranges):
+        if not reached <= start < end:
+            raise LedgerError(f"{_shown(name)}: [{start}, {end}) is empty, negative or done twice")
+        reached = end
+    done, whole = RangeSet.of(ranges), RangeSet(owed)
+    for start, end in done.ranges:
+        if not whole.covers(start, end):
+            raise LedgerError(f"{_shown(name)}: [{start}, {end}) is not owed; the rule is: inside {list(owed)}")
+    if not all(done.covers(start, end) for start, end in known):
+        raise LedgerError(f"{_shown(name)}: a newer report takes parts back")
+    return done.ranges
 
 
 def _shown(name: PartName) -> str:
