@@ -1,108 +1,13 @@
-"""Random tiny checkpoints with what the reference implementation makes of them."""
+"""What the engine tests share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
-import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-NUM_PROMPTS = 4
-NUM_OUTPUT_TOKENS = 64
-MIN_MARGIN = 1e-3
-
-
-@dataclass(frozen=True)
-class ReferencePrompt:
-    """A prompt, its greedy continuation, and the logits of every position of both but the last."""
-
-    token_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    logits: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A checkpoint folder and what the reference does with it. Every step's margin is at least `MIN_MARGIN`."""
-
-    folder: Path
-    prompts: tuple[ReferencePrompt, ...]
-    logit_std: float
-
-    @property
-    def tolerance(self) -> float:
-        """Largest allowed absolute difference of a logit."""
-        return 3e-4 * max(1.0, self.logit_std / 4)
-
-
-def random_model(*, tied: bool = False, num_layers: int = 4) -> Qwen3_5ForCausalLM:
-    """A model with livelier weights than a fresh one has, and logits with a standard deviation of about 4."""
-    config = Qwen3_5TextConfig(
-        vocab_size=250,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.25},
-        tie_word_embeddings=tied,
-        eos_token_id=[1, 2],
-    )
-    generator = torch.Generator().manual_seed(20)
-    model = Qwen3_5ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            spread = 0.3 if "norm" in name else 0.5 if weight.dim() == 1 else 0.12
-            noise = torch.randn(weight.shape, generator=generator) * spread
-            weight.copy_(noise + (1.0 if "linear_attn.norm" in name else 0.0))
-        probe = torch.randint(0, config.vocab_size, (1, 64), generator=generator)
-        scale = 4.0 / float(model(probe).logits.std())
-        model.lm_head.weight.mul_(scale)
-    return model
-
-
-def continue_greedily(model: Qwen3_5ForCausalLM, prompt: torch.Tensor) -> ReferencePrompt | None:
-    """The reference's greedy continuation, or None when some step is too close to call."""
-    ids = fresh = prompt
-    cache = None
-    for _ in range(NUM_OUTPUT_TOKENS):
-        with torch.no_grad():
-            output = model(fresh, cache=cache, use_cache=True, logits_to_keep=1)
-        cache = output.cache
-        best = output.logits[0, -1].topk(2)
-        if best.values[0] - best.values[1] < MIN_MARGIN:
-            return None
-        fresh = best.indices[:1].view(1, 1)
-        ids = torch.cat((ids, fresh), 1)
-    with torch.no_grad():
-        logits = model(ids[:, :-1]).logits[0]
-    tokens = ids[0].tolist()
-    length = prompt.shape[1]
-    return ReferencePrompt(tuple(tokens[:length]), tuple(tokens[length:]), logits)
+from tests.integration.reference_prompts import Reference, random_reference
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """A dense random checkpoint with four prompts of 5 to 300 tokens and 64 greedy tokens each."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("reference")
-    model = random_model()
-    model.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(7)
-    prompts: list[ReferencePrompt] = []
-    lengths = (5, 64, 131, 300)
-    while len(prompts) < NUM_PROMPTS:
-        prompt = torch.randint(3, model.config.vocab_size, (1, lengths[len(prompts)]), generator=generator)
-        kept = continue_greedily(model, prompt)
-        if kept is not None:
-            prompts.append(kept)
-    std = float(torch.cat([prompt.logits for prompt in prompts]).std())
-    return Reference(folder, tuple(prompts), std)
+    return random_reference(tmp_path_factory.mktemp("reference"), (5, 64, 131, 300))

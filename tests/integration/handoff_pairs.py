@@ -1,0 +1,233 @@
+"""Handoffs between engines alone: every pair of tensor-parallel sizes, without services, against reference tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.engine.collectives.threads import ThreadGroup
+from common.engine.port import EngineInfo
+from common.engine.rank_group import RankGroup
+from common.engine.rank_launch import ThreadLauncher
+from common.engine.rank_process import RankEnvironment, open_shm, serve
+from common.layout.planner import ReshardPlan, plan
+from common.layout.ranges import RangeSet
+from common.runtime.clock import SystemClock
+from contracts.handoff import Grant
+from contracts.manifest import Namespace, Role
+from contracts.rank import BindSequence, PushOutcome, PushTarget, StartRank, StepItem, StepPlan
+from contracts.requests import SamplingParams, WorkerRef
+from contracts.workers import WorkerDescription
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1024
+NUM_SLOTS = 16
+CHUNK = 128
+BUDGET = 256
+DEADLINE_S = 120
+
+PartKey = tuple[Namespace, Role, int, int, int]
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """One engine with thread ranks, and the counters that its worker process would keep."""
+
+    name: str
+    group: RankGroup
+    info: EngineInfo
+    generation: int = 0
+    step: int = 0
+    plans: dict[str, ReshardPlan] = field(default_factory=dict)
+
+    @property
+    def ref(self) -> WorkerRef:
+        """How a peer names it."""
+        return WorkerRef(worker_id=self.name, incarnation=f"i-{self.name}")
+
+    def describe(self) -> tuple[WorkerDescription, ...]:
+        """What it says of its ranks to a peer."""
+        return tuple(
+            WorkerDescription(
+                worker_id=self.name,
+                incarnation=self.ref.incarnation,
+                num_ranks=len(self.info.ranks),
+                manifest=rank.manifest,
+                region=rank.region,
+            )
+            for rank in self.info.ranks
+        )
+
+    def next_generation(self) -> int:
+        """A number that no reservation had before."""
+        self.generation += 1
+        return self.generation
+
+    async def run(self, items: Sequence[StepItem]) -> dict[int, int]:
+        """One step; the tokens that it sampled by sequence."""
+        self.step += 1
+        result = await self.group.step(StepPlan(step=self.step, items=tuple(items)))
+        return {token.seq: token.token_id for token in result.tokens}
+
+
+async def start_worker(name: str, folder: Path, sockets: Path, tp: int) -> Worker:
+    """Start an engine of `tp` thread ranks."""
+    threads = ThreadGroup(tp, timeout_s=60)
+    clock = SystemClock()
+
+    def serve_rank(connection: socket.socket, rank: int, size: int) -> None:
+        del rank
+        serve(
+            connection,
+            RankEnvironment(
+                clock=clock,
+                join=lambda start: threads.join(start.rank) if size > 1 else None,
+                open_data_plane=lambda start: open_shm(start, clock),
+            ),
+        )
+
+    starts = [
+        StartRank(
+            worker_id=name,
+            incarnation=f"i-{name}",
+            rank=rank,
+            tp=tp,
+            model_dir=str(folder),
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            num_slots=NUM_SLOTS,
+            max_step_tokens=BUDGET,
+            max_step_sequences=NUM_SLOTS,
+            transport_dir=str(sockets),
+        )
+        for rank in range(tp)
+    ]
+    group = RankGroup(starts, ThreadLauncher(serve_rank))
+    return Worker(name=name, group=group, info=await group.start())
+
+
+async def link(source: Worker, destination: Worker) -> None:
+    """Let `source` push to `destination`."""
+    own = [rank.manifest for rank in source.info.ranks]
+    source.plans[destination.name] = plan(own, [rank.manifest for rank in destination.info.ranks])
+    await source.group.link(destination.ref, destination.describe())
+
+
+async def hand_over(
+    source: Worker, destination: Worker, prompts: Sequence[tuple[int, ...]], num_tokens: int
+) -> list[tuple[int, ...]]:
+    """Prefill all prompts at the source, push, and decode `num_tokens` tokens of each at the destination, as one batch."""
+    sampling = SamplingParams(max_tokens=num_tokens, seed=1, temperature=0.0, ignore_eos=True)
+    seqs = range(1, len(prompts) + 1)
+    there = _layout(prompts, destination, num_tokens, spread=3)
+    here = _layout(prompts, source, 0, spread=1)
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        reservation, own = there[seq - 1], here[seq - 1]
+        await destination.group.bind(
+            BindSequence(
+                seq=seq,
+                handoff_id=f"h{seq}",
+                generation=reservation.generation,
+                block_ids=reservation.block_ids,
+                slot=reservation.slot,
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+            )
+        )
+        await source.group.bind(
+            BindSequence(
+                seq=seq,
+                handoff_id=f"h{seq}",
+                generation=own.generation,
+                block_ids=own.block_ids,
+                slot=own.slot,
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+                push=PushTarget(grant=reservation, num_cached_tokens=0),
+            )
+        )
+    first: dict[int, int] = {}
+    for items in _prefill_steps(prompts):
+        first |= await source.run(items)
+    await _ledger_closed(source, destination, prompts)
+    outputs = [[first[seq]] for seq in seqs]
+    for position in range(num_tokens - 1):
+        given = {seq: (first[seq],) if position == 0 else () for seq in seqs}
+        items = [
+            StepItem(seq=seq, start=len(prompts[seq - 1]) + position, num_tokens=1, token_ids=given[seq], sample=True)
+            for seq in seqs
+        ]
+        tokens = await destination.run(items)
+        for seq in seqs:
+            outputs[seq - 1].append(tokens[seq])
+    for worker in (source, destination):
+        assert await worker.group.release(tuple(seqs), worker.next_generation(), 5000) == frozenset()
+    return [tuple(output) for output in outputs]
+
+
+def _layout(prompts: Sequence[tuple[int, ...]], worker: Worker, extra: int, *, spread: int) -> list[Grant]:
+    """Memory for each prompt. With `spread` above 1 the blocks of a sequence are not adjacent: copies cannot merge by luck."""
+    free = [block for offset in range(spread) for block in range(offset, NUM_BLOCKS, spread)]
+    grants = []
+    for number, prompt in enumerate(prompts):
+        count = -(-(len(prompt) + extra) // BLOCK_SIZE)
+        grants.append(
+            Grant(
+                worker_id=worker.name,
+                incarnation=worker.ref.incarnation,
+                generation=worker.next_generation(),
+                block_ids=tuple(free[:count]),
+                slot=NUM_SLOTS - 1 - number,
+            )
+        )
+        free = free[count:]
+    return grants
+
+
+def _prefill_steps(prompts: Sequence[tuple[int, ...]]) -> Iterator[list[StepItem]]:
+    """Steps of at most `BUDGET` tokens, at most `CHUNK` of one prompt: two prompts or more share most steps."""
+    done = [0] * len(prompts)
+    while any(at < len(prompt) for at, prompt in zip(done, prompts, strict=True)):
+        items: list[StepItem] = []
+        budget = BUDGET
+        for number, prompt in enumerate(prompts):
+            size = min(CHUNK, len(prompt) - done[number], budget)
+            if size < 1:
+                continue
+            start = done[number]
+            last = start + size == len(prompt)
+            items.append(
+                StepItem(
+                    seq=number + 1,
+                    start=start,
+                    num_tokens=size,
+                    token_ids=tuple(prompt[start : start + size]),
+                    sample=last,
+                    last_chunk=last,
+                )
+            )
+            done[number] += size
+            budget -= size
+        yield items
+
+
+async def _ledger_closed(source: Worker, destination: Worker, prompts: Sequence[tuple[int, ...]]) -> None:
+    """Read reports of pushes until every planned part of every prompt tiles exactly what it owes."""
+    planned = source.plans[destination.name].parts
+    owed: dict[tuple[str, PartKey], int] = {}
+    for number, prompt in enumerate(prompts):
+        for part in planned:
+            key = (part.namespace, part.role, part.layer, part.src_rank, part.dst_rank)
+            owed[f"h{number + 1}", key] = 1 if part.role in {Role.CONV, Role.SSM} else len(prompt)
+    done = dict.fromkeys(owed, RangeSet())
+    async with asyncio.timeout(DEADLINE_S):
+        while not all(done[key].tiles(0, end) for key, end in owed.items()):
+            push = await source.group.next_push()
+            assert push.outcome is PushOutcome.DONE, push.reason
+            part_key = (push.namespace, push.role, push.layer, push.rank, push.destination_rank)
+            held = done[push.handoff_id, part_key]
+            assert not held.overlaps(push.start, push.end)
+            done[push.handoff_id, part_key] = held.add(push.start, push.end)

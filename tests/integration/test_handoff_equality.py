@@ -1,0 +1,116 @@
+"""A handoff changes no token: every prefill size against every decode size gives the reference's greedy output in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+import common.engine.peers
+from common.layout.planner import ReshardPlan, plan
+from common.layout.templates import SlotTemplate
+from contracts.manifest import RankManifest, Role
+from tests.integration.handoff_pairs import CHUNK, NUM_SLOTS, Worker, hand_over, link, start_worker
+from tests.integration.reference_prompts import MIN_MARGIN, NUM_OUTPUT_TOKENS, random_model
+from tests.integration.stored_reference import StoredReference, hash_weights, load_reference
+
+SIZES = (1, 2, 4)
+PAIRS = [(prefill, decode) for prefill in SIZES for decode in SIZES]
+BATCH = NUM_SLOTS
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def tokens_reference() -> StoredReference:
+    """32 prompts of 1 to 600 tokens with the reference's output, no step of it close to call."""
+    return load_reference("random")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tokens_reference: StoredReference, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random checkpoint that the stored outputs belong to."""
+    model = random_model()
+    assert hash_weights(model) == tokens_reference.weights_sha256
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Worker]]:
+    """A prefill and a decode worker of every size, each prefill worker linked with each decode worker."""
+    sockets = tmp_path_factory.mktemp("s")
+    started: dict[str, Worker] = {}
+    try:
+        for role in ("p", "d"):
+            for tp in SIZES:
+                started[f"{role}{tp}"] = await start_worker(f"{role}{tp}", checkpoint, sockets, tp)
+        for prefill, decode in PAIRS:
+            await link(started[f"p{prefill}"], started[f"d{decode}"])
+        yield started
+    finally:
+        for worker in started.values():
+            await worker.group.stop()
+
+
+async def test_the_prompts_cover_chunks_and_partial_blocks(tokens_reference: StoredReference) -> None:
+    """32 prompts; at least 6 of them need three chunks or more and end inside a block."""
+    prompts = [prompt.token_ids for prompt in tokens_reference.prompts]
+    hard = [len(prompt) for prompt in prompts if len(prompt) > 2 * CHUNK and len(prompt) % 16]
+    assert len(prompts) == 32
+    assert (min(map(len, prompts)), max(map(len, prompts))) == (1, 600)
+    assert len(hard) >= 6
+    assert min(margin for prompt in tokens_reference.prompts for margin in prompt.margins) >= MIN_MARGIN
+
+
+@pytest.mark.parametrize(("prefill", "decode"), PAIRS)
+async def test_every_pair_of_sizes_gives_the_reference_tokens(
+    tokens_reference: StoredReference, workers: dict[str, Worker], prefill: int, decode: int
+) -> None:
+    """64 tokens of each of 32 prompts, decoded where they were not prefilled, equal the reference without exception."""
+    source, destination = workers[f"p{prefill}"], workers[f"d{decode}"]
+    for start in range(0, len(tokens_reference.prompts), BATCH):
+        batch = tokens_reference.prompts[start : start + BATCH]
+        outputs = await hand_over(source, destination, [prompt.token_ids for prompt in batch], NUM_OUTPUT_TOKENS)
+        assert outputs == [prompt.output_ids for prompt in batch]
+
+
+async def test_conv_as_one_slab_is_seen(
+    tokens_reference: StoredReference, workers: dict[str, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check can fail: a plan that moves each rank's conv state as one slab, two ranks into one, changes tokens."""
+
+    def slab_plan(source: Sequence[RankManifest], destination: Sequence[RankManifest]) -> ReshardPlan:
+        good = plan(source, destination)
+        templates: list[Any] = []
+        seen: set[tuple[int, int]] = set()
+        for template in good.templates:
+            if not isinstance(template, SlotTemplate) or template.part.role is not Role.CONV:
+                templates.append(template)
+                continue
+            key = (template.part.layer, template.part.src_rank)
+            if key in seen:
+                continue
+            seen.add(key)
+            slab = template.src_row_stride
+            base = template.dst_offset - template.part.src_rank * template.row_bytes
+            offset = base + template.part.src_rank * slab
+            templates.append(msgspec.structs.replace(template, row_bytes=slab, dst_offset=offset))
+        return msgspec.structs.replace(good, templates=tuple(templates))
+
+    source, destination = workers["p2"], workers["d1"]
+    monkeypatch.setattr(common.engine.peers, "plan", slab_plan)
+    await link(source, destination)
+    try:
+        batch = tokens_reference.prompts[:BATCH]
+        outputs = await hand_over(source, destination, [prompt.token_ids for prompt in batch], NUM_OUTPUT_TOKENS)
+    finally:
+        monkeypatch.undo()
+        await link(source, destination)
+    assert outputs != [prompt.output_ids for prompt in batch]
+    assert [output[0] for output in outputs] == [prompt.output_ids[0] for prompt in batch]
