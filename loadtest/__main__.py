@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ EXIT_INTERRUPTED: Final = 130
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Do what `argv` (the process's own by default) asks for; return 0 if nothing failed, 1, 2 for settings, 130 for Ctrl-C."""
+    """Do what `argv` (the process's own by default) asks for; return 0 if nothing failed, 1, 2 for settings, 130 when interrupted."""
     arguments = vars(parser().parse_args(argv))
     command, json_file = arguments.pop("command"), arguments.pop("json")
     clock = SystemClock()
@@ -38,7 +39,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except PdmeshError as error:
         print(f"loadtest: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return EXIT_INTERRUPTED
     console.show(report.text())
     if json_file is not None:
@@ -53,6 +54,9 @@ def _settings(command: str, arguments: dict[str, Any]) -> LoadSettings | RecallS
 
 async def _run(settings: LoadSettings | RecallSettings, report: Report, command: str, say: Say) -> None:
     clock = SystemClock()
+    task = asyncio.current_task()
+    if task is not None:  # SIGTERM stops the meshes as well, in order, as Ctrl-C does
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         async with asyncio.timeout(settings.time_limit_s):
             match settings:

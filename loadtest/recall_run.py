@@ -24,13 +24,17 @@ Say = Callable[[str], None]
 
 
 class RecallFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One mesh's answers. A request that failed answered nothing rightly."""
+    """One mesh's answers. A request that failed answered nothing rightly.
+
+    `num_unlike_healthy` counts tasks whose answer is not, token by token, the healthy mesh's.
+    """
 
     mode: str
     num_tasks: int
     num_errors: int
     num_questions: int
     num_right: int
+    num_unlike_healthy: int
     accuracy: Interval
 
 
@@ -81,6 +85,7 @@ async def _ask(  # noqa: PLR0917 - whom, what and how, then the ports
     load = Load(num_rounds=1, concurrency=settings.concurrency, timeout_s=settings.request_timeout_s)
     samples: list[Sample] = []
     for number_of_round in range(settings.num_rounds):
+        say(f"round {number_of_round + 1} of {settings.num_rounds}: {per_round} tasks to each of {len(targets)} meshes")
         first = number_of_round * per_round
         prompts = [
             Prompt(token_ids=task.prompt, num_output_tokens=len(task.answer), seed=first + place)
@@ -89,15 +94,19 @@ async def _ask(  # noqa: PLR0917 - whom, what and how, then the ports
         turned = [*targets[number_of_round % len(targets) :], *targets[: number_of_round % len(targets)]]
         samples += [
             msgspec.structs.replace(sample, round=number_of_round, place=first + sample.place)
-            for sample in await run_rounds(turned, prompts, load, clock=clock, say=say)
+            for sample in await run_rounds(turned, prompts, load, clock=clock, say=lambda _line: None)
         ]
     for sample in [sample for sample in samples if sample.error][:_SHOWN_ERRORS]:
         report.fail(f"{sample.mode}, task {sample.place}: {sample.error}")
-    return [score(target.mode, tasks, [s for s in samples if s.mode == target.mode]) for target in targets]
+    by_mode = [[sample for sample in samples if sample.mode == target.mode] for target in targets]
+    return [score(own[0].mode, tasks, own, reference=by_mode[0]) for own in by_mode]
 
 
-def score(mode: str, tasks: Sequence[RecallTask], samples: Sequence[Sample]) -> RecallFigures:
-    """Count right answers; `place` of each sample is the place of its task."""
+def score(
+    mode: str, tasks: Sequence[RecallTask], samples: Sequence[Sample], *, reference: Sequence[Sample]
+) -> RecallFigures:
+    """Count right answers, and those unlike `reference`'s; `place` of each sample is the place of its task."""
+    wanted = {sample.place: sample.token_ids for sample in reference}
     asked = sum(len(tasks[sample.place].values) for sample in samples)
     right = sum(count_right(tasks[sample.place], sample.token_ids) for sample in samples if not sample.error)
     return RecallFigures(
@@ -106,6 +115,7 @@ def score(mode: str, tasks: Sequence[RecallTask], samples: Sequence[Sample]) -> 
         num_errors=sum(bool(sample.error) for sample in samples),
         num_questions=asked,
         num_right=right,
+        num_unlike_healthy=sum(sample.token_ids != wanted[sample.place] for sample in samples),
         accuracy=wilson(right, asked),
     )
 
@@ -121,10 +131,11 @@ def report_recall(report: Report, figures: Sequence[RecallFigures], *, fault: st
             str(each.num_right),
             percent(each.accuracy.share),
             f"{percent(each.accuracy.low)} to {percent(each.accuracy.high)}",
+            str(each.num_unlike_healthy),
         )
         for each in figures
     )
-    header = ("mesh", "tasks", "errors", "questions", "right", "accuracy", "95 % interval (Wilson)")
+    header = ("mesh", "tasks", "errors", "questions", "right", "accuracy", "95 % interval (Wilson)", "unlike healthy")
     report.add(Table(title="recall", header=header, rows=rows))
     report.put("recall", list(figures))
     if not fault:

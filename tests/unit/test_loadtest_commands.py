@@ -155,14 +155,23 @@ def test_answers_are_scored_by_question_and_failures_count_as_wrong() -> None:
     right = tasks[0].answer
     slipped = (*tasks[1].answer[:3], tasks[1].answer[3] + 1)
     samples = [_answered(0, right), _answered(1, slipped), _answered(2, tasks[2].answer, error="worker lost")]
-    found = score("healthy", tasks, samples)
+    found = score(
+        "faulty", tasks, samples, reference=[_answered(place, task.answer) for place, task in enumerate(tasks)]
+    )
     assert (found.num_right, found.num_questions, found.num_errors) == (3, 6, 1)
+    assert found.num_unlike_healthy == 1
     assert found.accuracy.share == 0.5
 
 
 def _figures(mode: str, right: int) -> RecallFigures:
     return RecallFigures(
-        mode=mode, num_tasks=50, num_errors=0, num_questions=400, num_right=right, accuracy=wilson(right, 400)
+        mode=mode,
+        num_tasks=50,
+        num_errors=0,
+        num_questions=400,
+        num_right=right,
+        num_unlike_healthy=0,
+        accuracy=wilson(right, 400),
     )
 
 

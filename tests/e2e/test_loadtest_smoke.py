@@ -1,0 +1,61 @@
+"""The load test against real meshes: launcher, NATS, router, broker and workers as processes, with engines that only pretend."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TIMEOUT_S = 240
+_CONFIG = {"model_type": "qwen3_5_text", "vocab_size": 2304, "max_position_embeddings": 8192, "eos_token_id": 2042}
+_SMALL = ("--requests", "2", "--rounds", "2", "--warm-ups", "1", "--prompt-tokens", "8", "--output-tokens", "5")
+_FAKE = ("--set", "engine=fake", "--vocabulary", "1024", "--mixed", "tp=1")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What a mesh of engines that only pretend needs of a checkpoint: no weights."""
+    shutil.copy(_ROOT / "models" / "tiny" / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+    return tmp_path
+
+
+def _run(model: Path, *argv: str) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """Run a command of the load test; return how it ended, and its figures."""
+    file = model / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "loadtest", *argv, "--model", str(model), "--json", str(file)],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    return done, json.loads(file.read_bytes()) if file.exists() else None
+
+
+def test_the_contract_runs_through_real_meshes_and_compares_their_answers(model: Path) -> None:
+    """Two meshes, rounds in turn, then two at once: every answer is equal, and the stream tells of every handoff."""
+    done, told = _run(model, "contract", *_SMALL, *_FAKE, "--safety-requests", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = told["figures"]
+    (one_at_a_time,), (two_at_once,) = (figures["ratios"][kind] for kind in ("8 tokens", "8 tokens, two at once"))
+    assert (one_at_a_time["num_equal"], one_at_a_time["num_compared"]) == (4, 4)
+    assert (two_at_once["num_equal"], two_at_once["num_compared"]) == (3, 3)
+    assert figures["takeover"]["8 tokens"]["num_handoffs"] == 4
+    assert {"reserve: rpc", "compute", "ledger close", "takeover"} <= set(figures["phases"]["8 tokens"]["P/D"])
+    assert "times as the client sees them" in done.stdout
+
+
+def test_a_mesh_that_cannot_start_is_told_with_the_end_of_its_output(model: Path) -> None:
+    """The launcher's own words are shown, and the status says that it failed."""
+    done, told = _run(model, "contract", *_SMALL, "--set", "engine=imaginary")
+    assert (done.returncode, told) == (1, None)
+    assert "the mesh P/D ended with status 2" in done.stderr
+    assert "imaginary" in done.stderr
