@@ -387,6 +387,11 @@ def reduce_one(group: Collectives) -> float:
     return float(tensor)
 
 
+def say_rank(group: Collectives) -> int:
+    """No collective at all."""
+    return group.rank
+
+
 def abort_it(group: Collectives) -> None:
     """Abort instead of coming."""
     group.abort("planted failure")
@@ -410,7 +415,8 @@ def test_an_abort_ends_the_waits_of_all_others(fragile: Callable[..., Ranks], si
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_missing_rank_is_a_timeout_not_a_hang(fragile: Callable[..., Ranks], size: int) -> None:
     """A rank never comes: all others fail within the group's timeout, at least one saying so, and the late rank fails too."""
-    group = fragile(size, timeout_s=2.0)
+    group = fragile(size, timeout_s=3.0)
+    group(say_rank)  # all have started: none is late by accident
     group(reduce_one)
     group.start(reduce_one, range(size - 1))
     kinds = [group.answer(rank)[0] for rank in range(size - 1)]
@@ -484,6 +490,8 @@ def test_a_rank_joins_once() -> None:
     with pytest.raises(CollectiveAbortedError, match="already joined"):
         SharedMemoryCollectives.attach(memory.fileno(), 0, timeout_s=1.0, now=NOW)
     first.close()
+    with pytest.raises(CollectiveAbortedError, match="has left"):
+        first.barrier()
     with pytest.raises(CollectiveAbortedError, match="already joined"):
         SharedMemoryCollectives.attach(memory.fileno(), 0, timeout_s=1.0, now=NOW)
     with pytest.raises(InvalidValueError, match="rank: 2"):

@@ -119,18 +119,20 @@ class GroupMemory:
 
     @property
     def aborted(self) -> bool:
-        """Whether somebody has aborted the group."""
-        return bool(self.words[_ABORT_WORD])
+        """Whether somebody has aborted the group, or this end has been closed."""
+        return self._fd < 0 or bool(self.words[_ABORT_WORD])
 
     @property
     def abort_reason(self) -> str:
         """Why the group was aborted: the first reason that was given, or "" (also while it is being written)."""
+        if self._fd < 0:
+            return "this end has left it"
         raw = bytes(self.bytes[_REASON_OFFSET : _REASON_OFFSET + _REASON_BYTES])
         return raw.partition(b"\0")[0].decode(errors="replace")
 
     def abort(self, reason: str) -> None:
         """Fail the group for all ranks and wake those that wait. Idempotent: the first reason stays."""
-        if not self.aborted:
+        if not self.words[_ABORT_WORD]:
             raw = reason.encode()[: _REASON_BYTES - 1]
             self.bytes[_REASON_OFFSET : _REASON_OFFSET + len(raw)] = raw
             futex.fence()
