@@ -13,6 +13,7 @@ import pytest
 
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.requests import FinishReason, SubmitRequest
+from contracts.workers import WorkerLoad
 from tests.integration.router_world import (
     ANSWER,
     LONG_TEXT,
@@ -95,13 +96,15 @@ async def test_without_a_route_the_client_is_told_when_to_come_back(tmp_path: Pa
 
 async def test_a_refused_prompt_is_tried_elsewhere(tmp_path: Path) -> None:
     """The next attempt has a number and a handoff of its own, on another worker; the refused one is called off."""
-    async with router_world(tmp_path, records=[record("mixed-0"), record("mixed-1")]) as world:
+    busy = WorkerLoad(num_free_blocks=10_000, num_free_slots=8, num_waiting=0, num_running=3)
+    records = [record("mixed-0"), record("mixed-1", load=busy)]
+    async with router_world(tmp_path, records=records, expected_workers=("mixed-0", "mixed-1")) as world:
         world.mesh.refuse_prompts = [overloaded()]
         status, answer, _ = await world.post("/v1/completions", PLAIN)
         assert (status, answer["choices"][0]["text"]) == (200, ANSWER)
         submit = world.mesh.submits[0]
         assert (submit.attempt, submit.handoff_id) == (1, f"{submit.request_id}-1")
-        assert len(set(world.mesh.prompt_subjects)) == 2
+        assert world.mesh.prompt_subjects == [f"pd.v1.rpc.mixed.{each}.prompt" for each in ("mixed-0", "mixed-1")]
         await world.mesh.until(lambda: world.mesh.hints)
         assert world.mesh.hints[0][1].handoff_id == f"{submit.request_id}-0"
         assert world.mesh.cancels == []
