@@ -41,7 +41,10 @@ _LINK_S: Final = 10.0
 
 
 class PushFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One shape and one placement of blocks. Rates in GB/s (1e9 bytes), from the sum of each write's median time."""
+    """One shape and one placement of blocks. Rates in GB/s (1e9 bytes), from the sum of each write's median time.
+
+    `overhead_us_per_write` is what a push takes beyond the memcpy; `bind_ms` is what binding all parts of one request took.
+    """
 
     shape: str
     blocks: str
@@ -51,6 +54,7 @@ class PushFigures(msgspec.Struct, frozen=True, kw_only=True):
     push_gb_per_s: float
     memcpy_gb_per_s: float
     ratio: float
+    overhead_us_per_write: float
     bind_ms: float
 
 
@@ -168,6 +172,7 @@ class PushBench:
             push_gb_per_s=num_bytes / push_total_ns,
             memcpy_gb_per_s=num_bytes / copy_total_ns,
             ratio=copy_total_ns / push_total_ns,
+            overhead_us_per_write=(push_total_ns - copy_total_ns) / len(sequences[0]) / 1e3,
             bind_ms=bind_ms,
         )
 
@@ -252,6 +257,7 @@ def report_push(report: Report, figures: Sequence[PushFigures]) -> None:
             number(each.push_gb_per_s),
             number(each.memcpy_gb_per_s),
             number(each.ratio),
+            number(each.overhead_us_per_write, 1),
             number(each.bind_ms),
         )
         for each in figures
@@ -265,6 +271,7 @@ def report_push(report: Report, figures: Sequence[PushFigures]) -> None:
         "push GB/s",
         "memcpy GB/s",
         "ratio",
+        "more us a write",
         "bind ms",
     )
     report.add(Table(title="push over memcpy (one process, one thread)", header=header, rows=rows, num_names=2))

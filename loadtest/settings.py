@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from common.dataplane.failpoints import parse_failpoints
 from contracts.errors import InvalidValueError
 from loadtest.mesh import MeshSpec
 from loadtest.recall import NUM_KEYS
@@ -101,6 +102,7 @@ class RecallSettings(msgspec.Struct, frozen=True, kw_only=True):
             check_model(self.model)
         elif self.fault:
             raise InvalidValueError(field="fault", value=self.fault, rule="not with --url: the mesh is somebody else's")
+        parse_failpoints(self.fault)
         for name in ("num_tasks", "num_questions", "num_rounds", "concurrency"):
             check_least(name.removeprefix("num_"), getattr(self, name), 1)
         if self.num_tasks % self.num_rounds:

@@ -97,6 +97,7 @@ def test_workers_are_called_as_the_launcher_calls_them(model: Path) -> None:
         (["recall", "--pairs", "1000"], "pairs"),
         (["recall", "--tasks", "7", "--rounds", "2"], "tasks"),
         (["recall", "--url", "http://x", "--fault", "zero:"], "fault"),
+        (["recall", "--fault", "vanish:role=key"], "failpoints"),
     ],
 )
 def test_bad_values_end_with_status_2(
@@ -225,6 +226,7 @@ def test_push_figures_have_an_aim_each() -> None:
         push_gb_per_s=1.0,
         memcpy_gb_per_s=1.0,
         ratio=0.95,
+        overhead_us_per_write=1.0,
         bind_ms=1.0,
     )
     report = _report()
