@@ -139,6 +139,7 @@ class Completer:
             return await self._failed(answer, error, outcome)
         except BaseExceptionGroup as group_error:
             return await self._failed(answer, self._reason(group_error, scope), outcome)
+        outcome.status = "200"
         return await answer.finish()
 
     def _jobs(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> list[Job]:
@@ -193,7 +194,7 @@ class Completer:
 class _Outcome:
     """What the log and the metrics say of a request."""
 
-    status: str = "200"
+    status: str = "500"
     error_code: str | None = None
     request_id: str = ""
     num_prompt_tokens: int = 0

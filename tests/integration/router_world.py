@@ -8,7 +8,7 @@ import io
 import json
 import os
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import structlog
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.bus.memory import MemoryServer
-from common.bus.port import Bus, Message
+from common.bus.port import Bucket, Bus, Message
 from common.bus.storage import WORKERS_CONFIG
 from common.runtime.clock import SystemClock
 from common.runtime.lifecycle import Lifecycle, serve
+from common.worker.registration import PUT_EVERY_S
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo
@@ -138,7 +139,8 @@ class Mesh:
 
     def __init__(self, bus: Bus, group: asyncio.TaskGroup) -> None:
         self.bus = bus
-        self.group = group
+        self._group = group
+        self._tasks: set[asyncio.Task[None]] = set()
         self.answer: Sequence[int] = encode_text(ANSWER)
         self.scripts: list[Script] = [whole_answer]
         self.refuse_prompts: list[ErrorInfo] = []
@@ -156,11 +158,21 @@ class Mesh:
         """Listen, and register workers."""
         calls = await self.bus.subscribe("pd.v1.rpc.>")
         hints = await self.bus.subscribe("pd.v1.cancel.>")
-        self.group.create_task(self._serve(calls), name="mesh-calls")
-        self.group.create_task(self._listen(hints), name="mesh-hints")
+        self._start(self._serve(calls), name="mesh-calls")
+        self._start(self._listen(hints), name="mesh-hints")
         bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
-        for each in records:
-            await bucket.put(each.worker_id, encode(each))
+        await self._register(bucket, records)
+        self._start(self._stay_registered(bucket, records), name="mesh-registration")
+
+    def close(self) -> None:
+        """End all that it does."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until what the mesh was told meets a condition."""
@@ -188,9 +200,19 @@ class Mesh:
         packed = b"".join(base64.b64decode(frames[index].ids_b64) for index in sorted(frames))
         return list(array("I", packed))
 
+    async def _register(self, bucket: Bucket, records: Sequence[WorkerRecord]) -> None:
+        for each in records:
+            await bucket.put(each.worker_id, encode(each))
+
+    async def _stay_registered(self, bucket: Bucket, records: Sequence[WorkerRecord]) -> None:
+        """Do as workers do, so that a slow machine does not make them disappear."""
+        while True:
+            await asyncio.sleep(PUT_EVERY_S)
+            await self._register(bucket, records)
+
     async def _serve(self, calls: Any) -> None:
         async for message in calls:
-            self.group.create_task(self._call(message), name=message.subject)
+            self._start(self._call(message), name=message.subject)
 
     async def _call(self, message: Message) -> None:
         verb = subjects.verb_of(message.subject)
@@ -305,9 +327,7 @@ async def router_world(
             lifecycle.request_drain("the test is over")
             async with asyncio.timeout(PATIENCE_S):
                 assert await life == exit_status
-        await mesh_bus.close()  # type: ignore[attr-defined]  # both adapters have it; the port leaves it to the opener
-        for task in mesh_group._tasks:
-            task.cancel()
+        mesh.close()
 
 
 async def _until_known(world: World, count: int) -> None:

@@ -237,3 +237,4 @@ async def test_loads_return_to_zero(tmp_path: Path, attempts: int) -> None:
             text = await response.text()
         assert "pdmesh_router_running_requests 0.0" in text
         assert f"pdmesh_router_attempts_total {attempts}.0" in text
+        assert f'pdmesh_router_requests_total{{endpoint="completions",status="200"}} {attempts}.0' in text

@@ -55,6 +55,7 @@ async def test_it_serves_over_nats_and_drains_on_sigterm(tmp_path: Path) -> None
                 if process.returncode is None:
                     process.kill()
                     await process.communicate()
+            mesh.close()
             await bus.close()
 
 
