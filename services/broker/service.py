@@ -59,7 +59,7 @@ class Live:
     @property
     def ended(self) -> bool:
         """See `Target.ended`."""
-        return self.handoff.terminal
+        return self.handoff.terminal or self.handoff.forgotten
 
     def tell(self, event: Event) -> None:
         """See `Target.tell`."""

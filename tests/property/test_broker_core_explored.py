@@ -138,6 +138,7 @@ def perform(world: World, effect: fx.Effect, offer: Offer, *, outages: bool) -> 
             assert role is not None
             assert role not in world.released, "asked after its release"
             assert not world.handoff.terminal, "asked after the end"
+            assert world.handoff.verdict is None, "asked after the verdict"
             commits = world.num_commits + isinstance(effect, fx.AskCommit)
             assert commits <= 1, "two commits"
             if isinstance(effect, fx.AskCommit):
@@ -148,8 +149,11 @@ def perform(world: World, effect: fx.Effect, offer: Offer, *, outages: bool) -> 
                 assert world.handoff.stored is not None
                 assert world.handoff.stored.state is HandoffState.COMMITTED, "committed before the bucket took it"
             yield msgspec.structs.replace(world, told=world.told | {role}, num_commits=commits)
-        case fx.AskRelease(role=role):
+        case fx.AskRelease(role=role, message=message):
             assert role in world.told, "released one that was never told"
+            again = message.reason == "the handoff has ended"
+            assert again or role not in world.freed, "released one that has freed itself"
+            assert again or role not in world.released, "released twice"
             yield msgspec.structs.replace(world, released=world.released | {role})
         case fx.AnswerRouter(frame=frame):
             assert frame.final
@@ -158,6 +162,8 @@ def perform(world: World, effect: fx.Effect, offer: Offer, *, outages: bool) -> 
         case fx.AnswerSubmit():
             yield msgspec.structs.replace(world, num_submit_answers=world.num_submit_answers + 1)
         case fx.Forget():
+            assert world.handoff.terminal
+            assert world.told <= world.handoff.settled, "forgotten while somebody may hold memory"
             yield msgspec.structs.replace(world, num_forgets=world.num_forgets + 1)
         case _:
             yield world
@@ -176,7 +182,8 @@ def store(world: World, effect: fx.StoreRecord, *, outages: bool) -> Iterator[Wo
     if outages:
         silent: ev.Event = ev.RecordUnwritten(at_ns=0, write=effect.write, error=OUTAGE)
         yield msgspec.structs.replace(world, pending=world.pending | {silent})
-        outcomes |= {silent}
+        itself = ev.RecordConflict(at_ns=0, write=effect.write, found=effect.record, revision=revision)
+        outcomes |= {silent, itself}
     key = (effect.record, revision)
     yield msgspec.structs.replace(world, key=key, revision=revision, pending=world.pending | outcomes)
 
@@ -200,6 +207,7 @@ def check(before: Handoff, world: World) -> None:
     """What holds after every step."""
     handoff = world.handoff
     assert world.told == handoff.told
+    assert handoff.terminal or not handoff.forgotten, "made way for nobody"
     assert world.num_router_answers <= 1
     assert world.num_submit_answers <= 1
     assert world.num_forgets <= 1

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
-from contracts.handoff import CommitHandoff, Grant, HandoffRecord, HandoffState, Reserved, RunPrefill
+from contracts.handoff import (
+    CommitHandoff,
+    Grant,
+    HandoffRecord,
+    HandoffState,
+    PartsReport,
+    PrefillFinished,
+    RequestEnded,
+    Reserved,
+    RunPrefill,
+    TakenOver,
+)
 from contracts.manifest import Namespace, PlannedPart, Role
 from contracts.requests import DisaggregatedRoute, SamplingParams, SubmitRequest, WorkerRef
 from contracts.workers import WorkerRole
@@ -93,6 +106,24 @@ def test_an_answer_that_cannot_be_fails_the_handoff(grant: Grant, cached: int, t
     assert handoff.verdict.error is not None
     assert handoff.verdict.error.code is ErrorCode.PROTOCOL
     assert text in handoff.verdict.error.message
+
+
+def test_messages_of_another_start_change_nothing() -> None:
+    """A worker's earlier incarnation may still speak: its word is not heard."""
+    handoff, _ = reserved(reserving())
+    old: dict[str, Any] = {"handoff_id": "r1-0", "incarnation": "old"}
+    done = PrefillFinished(**old, first_token=5)
+    over = TakenOver(**old, prepare_ms=0, enqueue_ms=0, total_ms=0, first_step_ns=0)
+    ended = RequestEnded(**old, num_tokens=1)
+    report = PartsReport(**old, source_rank=0, revision=1, parts=(), num_bytes=0, push_ms=0)
+    for event in (
+        ev.PrefillEnded(at_ns=4 * SECOND, message=done),
+        ev.DecodeTookOver(at_ns=4 * SECOND, message=over),
+        ev.WorkerEnded(at_ns=4 * SECOND, message=ended),
+        ev.PartsReported(at_ns=4 * SECOND, report=report),
+        ev.WorkerGone(at_ns=4 * SECOND, worker=WorkerRef(worker_id="d0", incarnation="old")),
+    ):
+        assert step(handoff, event) == (handoff, ())
 
 
 def test_a_release_stands_for_the_rest_of_the_deadline() -> None:
