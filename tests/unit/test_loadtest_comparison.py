@@ -48,6 +48,7 @@ def _handoff(takeover_ms: float) -> Handoff:
         finished=True,
         phases={"takeover": takeover_ms},
         takeover_ms=takeover_ms,
+        after_compute_ms=takeover_ms / 2,
         num_bytes=100,
         num_parts=2,
     )
@@ -90,11 +91,11 @@ def test_throughput_counts_only_time_under_way() -> None:
 
 
 def test_equal_answers_pass() -> None:
-    """Nothing is wrong: status 0, and the aim at 1,024 tokens is met."""
+    """Nothing is wrong: status 0, and the aims at 1,024 tokens are met."""
     report = _compared(_sample("P/D", 100), _sample("mixed", 100))
     assert report.status == EXIT_GOOD
     content = json.loads(report.json())
-    assert [each["met"] for each in content["aims"]] == [True]
+    assert [each["met"] for each in content["aims"]] == [True, True]
     assert content["figures"]["takeover"]["1024 tokens"]["share_p50"] == 0.01
 
 
@@ -102,7 +103,7 @@ def test_a_takeover_above_its_aim_is_said_but_is_no_failure() -> None:
     """Aims tell of the machine as well, so a miss is reported with status 0."""
     report = _compared(_sample("P/D", 100), _sample("mixed", 100), takeover_ms=3.0)
     assert report.status == EXIT_GOOD
-    assert [each["met"] for each in json.loads(report.json())["aims"]] == [False]
+    assert [each["met"] for each in json.loads(report.json())["aims"]] == [False, True]
     assert "missed" in report.text()
 
 
