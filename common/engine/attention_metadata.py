@@ -148,6 +148,7 @@ class AttentionGeometry:
             hidden = torch.arange(num_keys) >= seen[..., None]
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
             empty = seen <= 0 if shortest <= start else None
-            unseen = hidden.all(2)[..., None]
-            foreign = unseen if bool(unseen.any()) else None
+            furthest = torch.from_numpy(visible.max(1) - start)
+            if int(furthest.min()) < num_keys:
+                foreign = (torch.arange(num_keys) >= furthest[:, None])[:, None, :, None]
         return KeyTile(rows=torch.from_numpy(rows), num_keys=num_keys, mask=mask, empty=empty, foreign=foreign)

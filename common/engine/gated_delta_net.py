@@ -15,6 +15,8 @@ from typing import Final, NamedTuple
 import torch
 from torch.nn import functional
 
+from common.engine.norm import rms_norm
+
 CHUNK: Final = 64
 L2_EPS: Final = 1e-6
 
@@ -22,7 +24,7 @@ L2_EPS: Final = 1e-6
 def unit_length(x: torch.Tensor) -> torch.Tensor:
     """Scale to length one over the last dim: x * rsqrt(sum x^2 + 1e-6)."""
     dim = x.shape[-1]
-    return torch.rms_norm(x, (dim,), None, L2_EPS / dim).mul_(dim**-0.5)
+    return rms_norm(x, None, L2_EPS / dim).mul_(dim**-0.5)
 
 
 class DeltaTokens(NamedTuple):
@@ -40,6 +42,8 @@ class DeltaTokens(NamedTuple):
 
     def rows(self, first: int, count: int) -> DeltaTokens:
         """The tokens `[first, first + count)` of dim 0."""
+        if count == self.beta.shape[0]:
+            return self
         return DeltaTokens(*(part.narrow(0, first, count) for part in self))
 
 
