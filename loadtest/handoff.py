@@ -13,13 +13,13 @@ from loadtest.client import Prompt, Sample
 from loadtest.comparison import Comparison
 from loadtest.events import decode_manifests, handoffs_of
 from loadtest.mesh import Mesh, MeshSpec
-from loadtest.push_throughput import NUM_SEQUENCES, PushFigures, bench, large_shape, model_shape, report_push
+from loadtest.push_shapes import BLOCK_TOKENS, large_shape, model_shape
+from loadtest.push_throughput import NUM_SEQUENCES, PushFigures, bench, report_push
 from loadtest.report import Report
 from loadtest.rounds import Load, Target, random_prompts, run_rounds
 from loadtest.settings import LoadSettings
 
 _LARGE_NAME = "4B model (bf16)"
-_BLOCK_TOKENS = 16
 _SAFETY_CONCURRENCY = 2
 _SAFETY = ", two at once"
 
@@ -105,7 +105,7 @@ async def _load(settings: LoadSettings, meshes: Sequence[Mesh], clock: Clock, sa
 def measure_pushes(settings: LoadSettings, clock: Clock, say: Say) -> list[PushFigures]:
     """Pushes of the longest prompt: of this model's caches and of a large model's, from two ranks to one."""
     num_tokens = max(settings.prompt_tokens)
-    num_blocks = NUM_SEQUENCES * -(-num_tokens // _BLOCK_TOKENS)
+    num_blocks = NUM_SEQUENCES * -(-num_tokens // BLOCK_TOKENS)
     shapes = {
         f"{settings.model.resolve().name} (float32)": model_shape(settings.model, num_blocks, NUM_SEQUENCES),
         _LARGE_NAME: large_shape(num_blocks, NUM_SEQUENCES),

@@ -23,17 +23,16 @@ from common.layout.bind import bind_extents, bind_slot, extents
 from common.layout.planner import ReshardPlan, plan
 from common.layout.region import lay_out
 from common.layout.run import Run
-from common.layout.shape import CacheShape, LayerType
+from common.layout.shape import CacheShape
 from common.layout.templates import PagedTemplate
 from common.runtime.clock import Clock
 from contracts.errors import PdmeshError
-from contracts.manifest import CacheDtypes, Coordinates, Dtype, PlannedPart
+from contracts.manifest import Coordinates, PlannedPart
 from loadtest.report import Report, Table, number
 from loadtest.statistics import median
 
 THROUGHPUT_AIM: Final = 0.9
 _GENERATION: Final = 1
-_BLOCK_TOKENS: Final = 16
 NUM_SEQUENCES: Final = 3
 """How many sequences are rotated, each with blocks and a slot of its own."""
 _DEADLINE_S: Final = 60.0
@@ -66,39 +65,6 @@ class _Write(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...]
     grant: WriteGrant
     num_bytes: int
-
-
-def large_shape(num_blocks: int, num_slots: int) -> CacheShape:
-    """The caches of the 4B model of the Qwen3.5 family: 32 layers, each fourth with full attention, bf16 but for the states."""
-    linear, full = LayerType.LINEAR, LayerType.FULL
-    return CacheShape(
-        layer_types=(linear, linear, linear, full) * 8,
-        num_kv_heads=4,
-        head_dim=256,
-        num_key_heads=16,
-        num_value_heads=32,
-        key_head_dim=128,
-        value_head_dim=128,
-        conv_kernel=4,
-        dtypes=CacheDtypes(key=Dtype.BFLOAT16, value=Dtype.BFLOAT16, conv=Dtype.BFLOAT16),
-        block_size=_BLOCK_TOKENS,
-        num_blocks=num_blocks,
-        num_slots=num_slots,
-    )
-
-
-def model_shape(model: Path, num_blocks: int, num_slots: int) -> CacheShape:
-    """The caches of a checkpoint in float32. Raises InvalidValueError for a checkpoint that cannot be read."""
-    from common.engine.cache import cache_shape
-    from common.engine.config import load_config
-
-    return cache_shape(
-        load_config(model),
-        dtype=Dtype.FLOAT32,
-        block_size=_BLOCK_TOKENS,
-        num_blocks=num_blocks,
-        num_slots=num_slots,
-    )
 
 
 @contextmanager

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from loadtest.client import Sample
-from loadtest.comparison import Comparison, mode_ratio, throughput
+from loadtest.comparison import Comparison
+from loadtest.figures import mode_ratio, throughput
 from loadtest.phases import Handoff
 from loadtest.report import EXIT_FAILED, EXIT_GOOD, Machine, Report, Table
 from loadtest.rounds import orders, random_prompts

@@ -16,6 +16,7 @@ from contracts.manifest import CacheDtypes, Coordinates, Dtype
 from loadtest.client import Sample
 from loadtest.ideal import ideal_bytes
 from loadtest.phases import phase_order, read_handoffs, with_admission, within
+from loadtest.push_shapes import large_shape
 
 _MS = 1_000_000
 
@@ -166,3 +167,10 @@ def test_the_ideal_is_what_a_plan_moves(source_tp: int, destination_tp: int, num
         )
         moved += sum(run.nbytes for run in runs)
     assert ideal_bytes(destination, num_tokens) == moved
+
+
+def test_the_large_shape_has_the_models_bytes() -> None:
+    """32 KiB of keys and values a token and 51.5 MB of states, as that model's own dimensions give."""
+    manifest = lay_out(large_shape(1, 1), Coordinates()).manifest(worker_id="w", incarnation="i", model="m")
+    states = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert ideal_bytes([manifest], 16) == 16 * 32768 + states
