@@ -96,6 +96,11 @@ class Mesh:
             raise
         return mesh
 
+    @property
+    def pid(self) -> int:
+        """The process from which all others of the mesh descend."""
+        return self._child.pid
+
     async def stop(self) -> bool:
         """Drain it, and kill what is left; return whether it drained by itself. Twice is fine."""
         return await self._child.stop()

@@ -20,6 +20,8 @@ class HandoffEvents:
         self._clock = clock
         self._service = service
         self._instance = instance
+        # A repeat is dropped by its id: two starts of one instance must not share any.
+        self._start = f"{int(clock.wall_time() * 1e6):x}"
         self._count = 0
 
     def publish(
@@ -40,4 +42,4 @@ class HandoffEvents:
         )
         self._count += 1
         subject = subjects.event(self._service, handoff_id, event)
-        self._bus.publish_event(subject, encode(message), message_id=f"{self._instance}-{handoff_id}-{self._count}")
+        self._bus.publish_event(subject, encode(message), message_id=f"{self._instance}-{self._start}-{self._count}")

@@ -40,7 +40,12 @@ def configure_logging(
         processors.append(structlog.dev.ConsoleRenderer(colors=True))
         factory: Any = structlog.PrintLoggerFactory(sys.stderr)
     else:
-        processors += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(serializer=_to_json)]
+        # Local variables of a traceback could be what people wrote.
+        tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        processors += [
+            structlog.processors.ExceptionRenderer(tracebacks),
+            structlog.processors.JSONRenderer(serializer=_to_json),
+        ]
         factory = structlog.BytesLoggerFactory(sink)
     structlog.configure(
         processors=processors,

@@ -7,7 +7,7 @@ import sys
 
 from common.bus.nats import NatsBus
 from common.bus.storage import EVENTS_CONFIG
-from common.engine.port import Engine
+from common.engine.port import Engine, EngineDeadError
 from common.runtime.admin import AdminRoutes, AdminServer
 from common.runtime.clock import Clock, SystemClock
 from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
@@ -91,5 +91,8 @@ async def _start(
 
 async def _log_progress(engine: Engine, log: Log) -> None:
     while True:
-        progress = await engine.next_progress()
+        try:
+            progress = await engine.next_progress()
+        except EngineDeadError:  # whoever started the engine knows why, and says so
+            return
         log.info("engine_loading", rank=progress.rank, phase=progress.phase, done=progress.done, total=progress.total)
