@@ -12,7 +12,7 @@ import pytest
 from common.engine.port import EngineDeadError, EngineError
 from common.engine.rank_group import RankGroup
 from common.engine.rank_launch import ProcessLauncher
-from contracts.rank import StepItem, StepPlan
+from contracts.rank import CollectivesKind, StepItem, StepPlan
 from contracts.requests import SamplingParams
 from tests.integration.engine_world import binding, engine, generate, starts, thread_launcher
 
@@ -40,6 +40,14 @@ async def test_rank_processes_give_the_reference_tokens(reference: Any, tmp_path
         assert await group.release((0, 1, 2, 3, 77), 50, 1000) == frozenset()
         assert [scan.seqs for scan in await group.scan()] == [()] * 2
     assert outputs == [prompt.output_ids for prompt in reference.prompts]
+
+
+async def test_gloo_ranks_give_the_reference_tokens(reference: Any, tmp_path: Path) -> None:
+    """Two processes that find each other through a file beside the transport's sockets."""
+    messages = starts(reference.folder, tmp_path, 2, collectives=CollectivesKind.GLOO)
+    async with engine(messages, ProcessLauncher()) as (group, _):
+        prompt = reference.prompts[0]
+        assert (await generate(group, [prompt.token_ids])) == [prompt.output_ids]
 
 
 async def test_a_command_that_is_refused_leaves_the_engine_as_it_was(reference: Any, tmp_path: Path) -> None:
