@@ -1,0 +1,1 @@
+"""Load tests: workloads, measurements and their reports."""
