@@ -18,34 +18,29 @@ from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
 from common.worker.broker_client import BrokerClient, Report
+from common.worker.core.admission import Command, NewWork, Room, refuse_command, refuse_new
 from common.worker.core.blocks import BlockPool
 from common.worker.core.prompts import PromptBuffer
 from common.worker.core.scheduler import Scheduler, StepLimits
 from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import EngineLoop, StepOutcome
-from common.worker.process_scan import scan_process
+from common.worker.inspection import Inspection
 from common.worker.settings import WorkerSettings
 from common.worker.token_stream import TokenStream
 from contracts import subjects
 from contracts.codec import decode
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
-from contracts.handoff import CommitHandoff, ReleaseHandoff, ReserveDecode, RunMixed, RunPrefill
+from contracts.handoff import ReleaseHandoff, RunMixed, RunPrefill
 from contracts.requests import Accepted, CancelWork, PromptFrame
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
-    DescribeRefused,
-    DescribeWorker,
     Link,
-    WorkerDescription,
     WorkerLoad,
     WorkerRecord,
     WorkerRole,
-    WorkerScan,
     WorkerState,
 )
-
-Command = ReserveDecode | RunPrefill | RunMixed | CommitHandoff
 
 _SWEEP_EVERY_S: Final = 1.0
 _MAX_REPORTS: Final = 4096
@@ -100,7 +95,16 @@ class WorkerService(ABC):
         self.broker = BrokerClient(parts.bus, parts.clock)
         self.events = HandoffEvents(parts.bus, parts.clock, service=self.role, instance=settings.worker_id)
         self.reports = BoundedTasks(parts.group, name="report", limit=_MAX_REPORTS, on_error=self._report_failed)
-        self.links: tuple[Link, ...] = ()
+        self._inspection = Inspection(
+            settings.worker_id,
+            parts.incarnation,
+            parts.info.ranks,
+            loop=self.loop,
+            pool=self.pool,
+            table=self.table,
+            prompts=self.prompts,
+            num_prefilled_tokens=lambda: self.num_prefilled_tokens,
+        )
         self.draining = False
         self._deadlines: dict[str, Deadline] = {}
         self._idle = asyncio.Event()
@@ -128,6 +132,11 @@ class WorkerService(ABC):
     def max_sequence_tokens(self) -> int:
         """The longest sequence, prompt and output, that the model and the empty pool can hold."""
         return min(self.info.max_position, self.info.num_blocks * self.info.block_size)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """What became of each meeting with a peer; only prefill workers meet any."""
+        return ()
 
     def record(self) -> WorkerRecord:
         """What the worker says of itself in `PD_WORKERS`."""
@@ -158,8 +167,8 @@ class WorkerService(ABC):
         """What the worker can be asked, by verb. Roles add theirs."""
         return {
             WorkerVerb.RELEASE: self._release_asked,
-            WorkerVerb.DESCRIBE: self._describe,
-            WorkerVerb.SCAN: self._scan,
+            WorkerVerb.DESCRIBE: self._inspection.describe,
+            WorkerVerb.SCAN: self._inspection.scan,
         }
 
     def role_tasks(self, bucket: Bucket, announce: Callable[[], None]) -> dict[str, Coroutine[Any, Any, None]]:
@@ -181,38 +190,20 @@ class WorkerService(ABC):
 
     def check_command(self, command: Command) -> None:
         """Refuse a command for another start of this worker, from a deposed broker, or for a handoff that is over."""
-        if command.incarnation != self.incarnation:
-            raise RefusedError(
-                command.handoff_id,
-                ErrorCode.INCARNATION_CHANGED,
-                f"incarnation: {command.incarnation!r} is gone; this worker is now {self.incarnation!r}",
-            )
-        if not self.table.admits_fence(command.fence):
-            raise RefusedError(
-                command.handoff_id, ErrorCode.STALE_FENCE, f"fence: {command.fence} is below the highest one seen"
-            )
-        if self.table.is_buried(command.handoff_id):
-            raise RefusedError(
-                command.handoff_id, ErrorCode.CANCELLED, f"{command.handoff_id} has been released already"
-            )
+        _refuse(command.handoff_id, refuse_command(command, incarnation=self.incarnation, table=self.table))
 
-    def check_new(self, command: RunPrefill | RunMixed | ReserveDecode, num_tokens: int) -> None:
-        """Refuse new work while draining, when too many wait, or when it could never fit."""
-        if self.draining:
-            raise RefusedError(command.handoff_id, ErrorCode.DRAINING, f"{self.settings.worker_id} is draining")
-        if num_tokens > self.max_sequence_tokens:
-            raise RefusedError(
-                command.handoff_id,
-                ErrorCode.PROMPT_TOO_LONG,
-                f"num_prompt_tokens + max_tokens: {num_tokens} is not allowed; "
-                f"the rule is: at most {self.max_sequence_tokens} on {self.settings.worker_id}",
-            )
-        if self.scheduler.num_waiting >= self.settings.max_waiting:
-            raise RefusedError(
-                command.handoff_id, ErrorCode.OVERLOADED, f"{self.scheduler.num_waiting} sequences wait for memory"
-            )
+    def check_new(self, command: NewWork, num_tokens: int) -> None:
+        """Refuse new work of `num_tokens` while draining, when too many wait, or when it could never fit."""
+        room = Room(
+            worker_id=self.settings.worker_id,
+            draining=self.draining,
+            max_sequence_tokens=self.max_sequence_tokens,
+            num_waiting=self.scheduler.num_waiting,
+            max_waiting=self.settings.max_waiting,
+        )
+        _refuse(command.handoff_id, refuse_new(num_tokens, room))
 
-    def new_sequence(self, command: RunPrefill | RunMixed | ReserveDecode) -> Sequence:
+    def new_sequence(self, command: NewWork) -> Sequence:
         """Let a handoff live here, and start its deadline."""
         sequence = Sequence(
             seq=self.table.next_seq(),
@@ -324,40 +315,10 @@ class WorkerService(ABC):
         await self.end(command.handoff_id, tombstone=Deadline.from_remaining_ms(self.clock, command.tombstone_ms))
         return Accepted(handoff_id=command.handoff_id)
 
-    async def _describe(self, data: bytes) -> msgspec.Struct:
-        rank = decode(data, DescribeWorker).rank
-        ranks = self.info.ranks
-        if not 0 <= rank < len(ranks):
-            message = f"rank: {rank} is not allowed; the rule is: 0 to {len(ranks) - 1}"
-            return DescribeRefused(error=ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=message, param="rank"))
-        return WorkerDescription(
-            worker_id=self.settings.worker_id,
-            incarnation=self.incarnation,
-            num_ranks=len(ranks),
-            manifest=ranks[rank].manifest,
-            region=ranks[rank].region,
-        )
-
-    async def _scan(self, data: bytes) -> msgspec.Struct:
-        del data
-        async with self.loop.lock:
-            ranks = await self.loop.engine.scan()
-        process = await asyncio.to_thread(scan_process)
-        held = self.pool.held
-        return WorkerScan(
-            worker_id=self.settings.worker_id,
-            incarnation=self.incarnation,
-            handoff_ids=tuple(sorted(sequence.handoff_id for sequence in self.table.sequences)),
-            rank_sequences=tuple(scan.seqs for scan in ranks),
-            held_blocks=tuple(sorted(block for each in held for block in each.block_ids)),
-            held_slots=tuple(sorted(each.slot for each in held)),
-            num_prompt_buffers=len(self.prompts),
-            num_open_fds=process.num_open_fds + sum(scan.num_open_fds for scan in ranks),
-            num_memfds=process.num_memfds + sum(scan.num_memfds for scan in ranks),
-            num_children=process.num_children,
-            num_tasks=len(asyncio.all_tasks()),
-            num_prefilled_tokens=self.num_prefilled_tokens,
-        )
-
     def _report_failed(self, name: str, error: Exception) -> None:
         self.log.error("report_failed", task=name, error=repr(error))
+
+
+def _refuse(handoff_id: str, error: ErrorInfo | None) -> None:
+    if error is not None:
+        raise RefusedError(handoff_id, error.code, error.message)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 
 from common.bus.errors import BusError
-from common.bus.port import Bucket, Entry, Snapshot
+from common.bus.port import Bucket, Bus, Entry, Snapshot
 from common.engine.port import EngineDeadError, EngineError
 from common.layout.planner import ReshardPlan, plan
 from common.layout.refusal import PlanRefusedError
+from common.runtime.clock import Clock
+from common.runtime.lifecycle import Log
+from common.worker.engine_loop import EngineLoop
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import PdmeshError
+from contracts.manifest import RankManifest
 from contracts.requests import WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
@@ -25,11 +30,6 @@ from contracts.workers import (
     WorkerRecord,
     WorkerRole,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from services.prefill.service import PrefillService
 
 _DESCRIBE_TIMEOUT_S: Final = 5.0
 _CHECK_EVERY_S: Final = 2.0
@@ -46,10 +46,19 @@ class Links:
     A restarted worker is a new one. Who leaves `PD_WORKERS` is unlinked.
     """
 
-    def __init__(self, service: PrefillService) -> None:
-        self._service = service
+    def __init__(self, bus: Bus, clock: Clock, log: Log, loop: EngineLoop, manifests: Sequence[RankManifest]) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._log = log
+        self._loop = loop
+        self._manifests = tuple(manifests)
         self._known: dict[str, _Linked] = {}
         self._announce: Callable[[], None] = lambda: None
+
+    @property
+    def verdicts(self) -> tuple[Link, ...]:
+        """What became of each meeting."""
+        return tuple(known.link for known in self._known.values())
 
     def plan_for(self, worker_id: str, incarnation: str) -> ReshardPlan | None:
         """The plan to one start of a decode worker, or None without a link."""
@@ -74,7 +83,7 @@ class Links:
     async def run_checks(self, bucket: Bucket) -> None:
         """Unlink whose record has expired: a watch does not tell."""
         while True:
-            await self._service.clock.sleep(_CHECK_EVERY_S)
+            await self._clock.sleep(_CHECK_EVERY_S)
             for worker_id in tuple(self._known):
                 try:
                     gone = await bucket.get(worker_id) is None
@@ -87,7 +96,7 @@ class Links:
         try:
             record = decode(value, WorkerRecord)
         except PdmeshError as error:
-            self._service.log.info("message_refused", subject=subjects.WORKERS_BUCKET, error=error.message)
+            self._log.info("message_refused", subject=subjects.WORKERS_BUCKET, error=error.message)
             return
         known = self._known.get(record.worker_id)
         if record.role is not WorkerRole.DECODE or (known and known.link.incarnation == record.incarnation):
@@ -102,35 +111,32 @@ class Links:
                 worker_id=peer.worker_id, incarnation=peer.incarnation, state=LinkState.REFUSED, reason=error.message
             )
             self._known[peer.worker_id] = _Linked(link=link, plan=None)
-            self._service.log.error(  # noqa: TRY400 - a refusal is no bug
+            self._log.error(
                 "link_refused", peer=peer.worker_id, peer_incarnation=peer.incarnation, reason=error.message
             )
         except EngineDeadError:
             raise
         except PdmeshError as error:  # its next record comes within seconds: then again
-            self._service.log.info(
-                "link_delayed", peer=peer.worker_id, error_code=error.code, error_message=error.message
-            )
+            self._log.info("link_delayed", peer=peer.worker_id, error_code=error.code, error_message=error.message)
             return
         else:
             link = Link(worker_id=peer.worker_id, incarnation=peer.incarnation, state=LinkState.LINKED)
             self._known[peer.worker_id] = _Linked(link=link, plan=compiled)
-            self._service.log.info(
+            self._log.info(
                 "peer_linked", peer=peer.worker_id, peer_incarnation=peer.incarnation, num_parts=len(compiled.parts)
             )
-        self._changed()
+        self._announce()
 
     async def _link(self, peer: WorkerRef, record: WorkerRecord) -> ReshardPlan:
         ranks = [await self._describe(peer, rank) for rank in range(record.tp)]
-        own = [rank.manifest for rank in self._service.info.ranks]
-        compiled = plan(own, [each.manifest for each in ranks])
-        async with self._service.loop.lock:
-            await self._service.loop.engine.link(peer, tuple(ranks))
+        compiled = plan(self._manifests, [each.manifest for each in ranks])
+        async with self._loop.lock:
+            await self._loop.engine.link(peer, tuple(ranks))
         return compiled
 
     async def _describe(self, peer: WorkerRef, rank: int) -> WorkerDescription:
         subject = subjects.worker_rpc(WorkerRole.DECODE, peer.worker_id, WorkerVerb.DESCRIBE)
-        reply = await self._service.bus.request(subject, encode(DescribeWorker(rank=rank)), timeout=_DESCRIBE_TIMEOUT_S)
+        reply = await self._bus.request(subject, encode(DescribeWorker(rank=rank)), timeout=_DESCRIBE_TIMEOUT_S)
         answer: WorkerDescription | DescribeRefused = decode(reply.data, WorkerDescription | DescribeRefused)  # type: ignore[arg-type]  # a union is not a type
         match answer:
             case WorkerDescription():
@@ -145,13 +151,7 @@ class Links:
         if known is None:
             return
         if known.plan is not None:
-            async with self._service.loop.lock:
-                await self._service.loop.engine.unlink(
-                    WorkerRef(worker_id=worker_id, incarnation=known.link.incarnation)
-                )
-        self._service.log.info("peer_unlinked", peer=worker_id, peer_incarnation=known.link.incarnation)
-        self._changed()
-
-    def _changed(self) -> None:
-        self._service.links = tuple(known.link for known in self._known.values())
+            async with self._loop.lock:
+                await self._loop.engine.unlink(WorkerRef(worker_id=worker_id, incarnation=known.link.incarnation))
+        self._log.info("peer_unlinked", peer=worker_id, peer_incarnation=known.link.incarnation)
         self._announce()

@@ -26,7 +26,7 @@ from contracts.manifest import Role
 from contracts.rank import PartPushed, PushOutcome, PushTarget
 from contracts.requests import Accepted
 from contracts.subjects import WorkerVerb
-from contracts.workers import WorkerRole
+from contracts.workers import Link, WorkerRole
 from services.prefill.links import Links
 
 _REPORT_EVERY_S: Final = 0.005
@@ -51,7 +51,13 @@ class PrefillService(WorkerService):
         self._prefills: dict[str, _Prefill] = {}
         self._unreported: dict[tuple[str, int], None] = {}
         self._has_unreported = asyncio.Event()
-        self.peers = Links(self)
+        manifests = [rank.manifest for rank in parts.info.ranks]
+        self.peers = Links(parts.bus, parts.clock, parts.log, self.loop, manifests)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """See `WorkerService.links`."""
+        return self.peers.verdicts
 
     def handlers(self) -> Mapping[str, Handler]:
         """`prompt`, `run` and `parts`, beside what every worker can be asked."""

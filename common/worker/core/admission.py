@@ -1,0 +1,53 @@
+"""Which commands a worker refuses, and why. Pure."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from common.worker.core.table import HandoffTable
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.handoff import CommitHandoff, ReserveDecode, RunMixed, RunPrefill
+
+NewWork: TypeAlias = ReserveDecode | RunPrefill | RunMixed
+Command: TypeAlias = NewWork | CommitHandoff
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker can take now, and at all."""
+
+    worker_id: str
+    draining: bool
+    max_sequence_tokens: int
+    num_waiting: int
+    max_waiting: int
+
+
+def refuse_command(command: Command, *, incarnation: str, table: HandoffTable) -> ErrorInfo | None:
+    """Why a command must not be obeyed: meant for another start, from a deposed broker, or for a handoff that is over."""
+    if command.incarnation != incarnation:
+        return ErrorInfo(
+            code=ErrorCode.INCARNATION_CHANGED,
+            message=f"incarnation: {command.incarnation!r} is gone; this worker is now {incarnation!r}",
+        )
+    if not table.admits_fence(command.fence):
+        return ErrorInfo(code=ErrorCode.STALE_FENCE, message=f"fence: {command.fence} is below the highest one seen")
+    if table.is_buried(command.handoff_id):
+        return ErrorInfo(code=ErrorCode.CANCELLED, message=f"{command.handoff_id} has been released already")
+    return None
+
+
+def refuse_new(num_tokens: int, room: Room) -> ErrorInfo | None:
+    """Why new work of `num_tokens` cannot be taken."""
+    if room.draining:
+        return ErrorInfo(code=ErrorCode.DRAINING, message=f"{room.worker_id} is draining")
+    if num_tokens > room.max_sequence_tokens:
+        return ErrorInfo(
+            code=ErrorCode.PROMPT_TOO_LONG,
+            message=f"num_prompt_tokens + max_tokens: {num_tokens} is not allowed; "
+            f"the rule is: at most {room.max_sequence_tokens} on {room.worker_id}",
+        )
+    if room.num_waiting >= room.max_waiting:
+        return ErrorInfo(code=ErrorCode.OVERLOADED, message=f"{room.num_waiting} sequences wait for memory")
+    return None
