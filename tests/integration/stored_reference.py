@@ -1,26 +1,13 @@
-"""Reference outputs kept in files: what the reference implementation says is computed once, and compared ever after.
-
-`python -m tests.integration.stored_reference FILE [CHECKPOINT]` makes a file, without a checkpoint for the random one.
-"""
+"""Reference outputs kept in files: what the reference implementation says is computed once, and compared ever after."""
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from pathlib import Path
 from typing import Final
 
 import msgspec
-import torch
-from transformers import AutoModelForCausalLM
-
-from tests.integration.reference_prompts import choose_prompts, random_model
 
 FOLDER: Final = Path(__file__).parent / "reference"
-PROMPT_LENGTHS: Final = (
-    *(1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 97),
-    *(127, 128, 129, 160, 200, 255, 256, 257, 300, 333, 384, 400, 450, 513, 577, 600),
-)
 
 
 class StoredPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,43 +28,3 @@ class StoredReference(msgspec.Struct, frozen=True, kw_only=True):
 def load_reference(name: str) -> StoredReference:
     """Read one file of `reference/`."""
     return msgspec.json.decode((FOLDER / f"{name}.json").read_bytes(), type=StoredReference)
-
-
-def hash_weights(model: torch.nn.Module) -> str:
-    """The hash that a file names its weights by."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def make_reference(model: torch.nn.Module) -> StoredReference:
-    """Compute the file's content. Takes minutes."""
-    prompts = choose_prompts(model, PROMPT_LENGTHS)
-    return StoredReference(
-        weights_sha256=hash_weights(model),
-        prompts=tuple(
-            StoredPrompt(
-                token_ids=prompt.token_ids,
-                output_ids=prompt.output_ids,
-                margins=tuple(round(margin, 5) for margin in prompt.margins),
-            )
-            for prompt in prompts
-        ),
-    )
-
-
-def main() -> None:
-    """Make a file."""
-    torch.set_num_threads(1)
-    target, *checkpoint = sys.argv[1:]
-    if checkpoint:
-        model = AutoModelForCausalLM.from_pretrained(checkpoint[0], dtype=torch.float32).eval()
-    else:
-        model = random_model()
-    Path(target).write_bytes(msgspec.json.encode(make_reference(model)) + b"\n")
-
-
-if __name__ == "__main__":
-    main()

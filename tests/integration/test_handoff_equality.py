@@ -15,8 +15,9 @@ from common.layout.planner import ReshardPlan, plan
 from common.layout.templates import SlotTemplate
 from contracts.manifest import RankManifest, Role
 from tests.integration.handoff_pairs import CHUNK, NUM_SLOTS, Worker, hand_over, link, start_worker
+from tests.integration.make_reference import hash_weights
 from tests.integration.reference_prompts import MIN_MARGIN, NUM_OUTPUT_TOKENS, random_model
-from tests.integration.stored_reference import StoredReference, hash_weights, load_reference
+from tests.integration.stored_reference import StoredReference, load_reference
 
 SIZES = (1, 2, 4)
 PAIRS = [(prefill, decode) for prefill in SIZES for decode in SIZES]
