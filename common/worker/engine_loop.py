@@ -90,7 +90,7 @@ class EngineLoop:
             memory, sequence.memory = sequence.memory, None
             if memory is None:
                 return
-            if await self._release(sequence.seq):
+            if await self._release(sequence.seq, self._release_timeout_ms):
                 self._pool.release(memory)
             else:
                 self._pool.quarantine(memory)
@@ -98,10 +98,13 @@ class EngineLoop:
         self.wake()
 
     async def retry_quarantine(self) -> None:
-        """Ask again whether the writers of quarantined memory have stopped, and return what is free."""
+        """Ask again whether the writers of quarantined memory have stopped, and return what is free.
+
+        It only asks, and never waits: a peer that stays frozen must not hold up every step of this engine.
+        """
         for seq, memory in tuple(self._quarantined.items()):
             async with self._lock:
-                if await self._release(seq):
+                if await self._release(seq, 0):
                     del self._quarantined[seq]
                     self._pool.end_quarantine([memory.generation])
         self.wake()
@@ -159,6 +162,6 @@ class EngineLoop:
             self._pool.release(memory)
             raise
 
-    async def _release(self, seq: int) -> bool:
-        indeterminate = await self.engine.release((seq,), self._pool.next_generation(), self._release_timeout_ms)
+    async def _release(self, seq: int, timeout_ms: int) -> bool:
+        indeterminate = await self.engine.release((seq,), self._pool.next_generation(), timeout_ms)
         return seq not in indeterminate

@@ -277,7 +277,11 @@ class WorkerService(ABC):
             raise RefusedError(command.handoff_id, error.code, error.message) from error
 
     async def run_cancels(self) -> None:
-        """Obey hints to stop computing. Memory stays where it is until the broker says so."""
+        """Obey hints to stop computing. Memory stays where it is until the broker says so.
+
+        A prompt that nobody has asked to run is dropped: the broker may never hear of it. Frames of it may still be on
+        their way, so it stays refused for a while.
+        """
         async with await self.bus.subscribe(subjects.cancel_filter(self.settings.worker_id)) as subscription:
             async for message in subscription:
                 try:
@@ -288,6 +292,9 @@ class WorkerService(ABC):
                 sequence = self.table.get(cancel.handoff_id)
                 if sequence is not None:
                     self.scheduler.hold(sequence)
+                else:
+                    grace = Deadline.after(self.clock, self.settings.deadline_grace_s)
+                    await self.end(cancel.handoff_id, tombstone=grace)
 
     async def run_sweeps(self) -> None:
         """Once a second: end what is past its deadline and its grace, expire what is remembered, look at quarantine."""

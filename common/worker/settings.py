@@ -29,7 +29,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_blocks` and `num_slots` are its cache: blocks of `block_size` tokens, and sequences at once. A step computes at
     most `max_step_tokens` tokens, of one prompt at most `prefill_chunk_tokens`; `mix_batch` lets prompts and decoding
-    share a step. `failpoints` plants faults on purpose (see `common.dataplane.failpoints`).
+    share a step. A release waits `release_timeout_ms` for writers under way, with the engine's steps held up meanwhile;
+    memory whose writers take longer is quarantined. `failpoints` plants faults on purpose (see `common.dataplane.failpoints`).
     """
 
     worker_id: str
@@ -53,7 +54,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "shm"
     transport_dir: Path = Path("/tmp/pdmesh")  # noqa: S108 - the folder is made with mode 0700, and holds sockets only
     failpoints: str = ""
-    release_timeout_ms: Count = 2_000
+    release_timeout_ms: Count = 100
     deadline_grace_s: Seconds = 5.0
     drain_timeout_s: Seconds = 30.0
     log_level: str = "info"
