@@ -104,6 +104,25 @@ class AttentionGeometry:
             row += view.num_tokens
         return AttentionMetadata(write_rows=write_rows, written=written, groups=tuple(groups))
 
+    def only(
+        self, metadata: AttentionMetadata, sequences: Sequence[SequenceView], wanted: Sequence[int]
+    ) -> AttentionMetadata:
+        """`metadata` of the same step with fewer query rows: the last `wanted[i]` tokens of sequence i, in the order of `sequences`."""
+        groups = []
+        pairs = list(zip(sequences, wanted, strict=True))
+        singles = [view for view, count in pairs if view.num_tokens == 1 and count]
+        if singles:
+            groups.append(self._group(singles, first=0, skip=0, count=1))
+        row = len(singles)
+        for view, count in pairs:
+            if view.num_tokens == 1:
+                continue
+            for skip in range(view.num_tokens - count, view.num_tokens, QUERY_TILE):
+                size = min(QUERY_TILE, view.num_tokens - skip)
+                groups.append(self._group((view,), first=row, skip=skip, count=size))
+                row += size
+        return AttentionMetadata(write_rows=metadata.write_rows, written=metadata.written, groups=tuple(groups))
+
     def _writes(self, sequences: Sequence[SequenceView]) -> tuple[torch.Tensor, torch.Tensor | None]:
         size, heads = self.block_size, self.num_kv_heads
         rows, owned = [], []

@@ -67,25 +67,30 @@ class Model:
     ) -> torch.Tensor | None:
         """Run the step, extend the caches, and return logits `[len(step.logit_rows), vocab_size]` on the sampling rank.
 
-        Other ranks, and steps without logit rows, get None. `on_layer_start(i)` is called when layer i begins,
+        Other ranks, and steps without logit rows, get None. Behind the caches of the last layer only rows with logits are computed.
+        `on_layer_start(i)` is called when layer i begins,
         `on_layer_written(i)` as soon as what this step adds to layer i's caches is complete: its readers may start.
         """
         hidden = self._embed(step.token_ids)
         rope = self._rotary.table(step.positions, hidden.dtype)
         run = _Pass(step=step, rope=rope, on_layer_written=on_layer_written)
+        last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
             on_layer_start(index)
             x = rms_norm(hidden, layer.input_norm, self.config.rms_norm_eps)
             mixer = layer.mixer
+            narrow = index == last and len(step.logit_rows) < len(hidden)
             if isinstance(mixer, FullAttentionWeights):
-                mixed = self._attention(index, mixer, x, run)
+                mixed = self._attention(index, mixer, x, run, narrow=narrow)
             else:
-                mixed = self._linear_attention(index, mixer, x, run)
+                mixed = self._linear_attention(index, mixer, x, run, narrow=narrow)
+            if narrow:
+                if not len(step.logit_rows):
+                    return None
+                hidden = hidden.index_select(0, step.logit_rows)
             hidden = self._add_projected(hidden, mixed, mixer.out_proj)
             hidden = self._mlp(layer, hidden)
-        if not len(step.logit_rows):
-            return None
-        return self._logits(hidden.index_select(0, step.logit_rows))
+        return self._logits(hidden.index_select(0, step.logit_order))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._group is None:
@@ -118,20 +123,27 @@ class Model:
         gate, up = functional.linear(x, layer.gate_up).chunk(2, -1)
         return self._add_projected(hidden, functional.silu(gate).mul_(up), layer.down)
 
-    def _attention(self, index: int, weights: FullAttentionWeights, x: torch.Tensor, run: _Pass) -> torch.Tensor:
-        """Full attention up to its output projection: `[T, heads * head_dim]`."""
+    def _attention(
+        self, index: int, weights: FullAttentionWeights, x: torch.Tensor, run: _Pass, *, narrow: bool
+    ) -> torch.Tensor:
+        """Full attention up to its output projection: `[T, heads * head_dim]`; `narrow` gives the rows with logits alone."""
         query, gate = self._write_attention(index, weights, x, run)
         run.on_layer_written(index)
-        key, value = self.caches.key[index], self.caches.value[index]
-        output, _ = paged_attention(query, key, value, run.step.attention, self.device)
+        metadata = run.step.attention
+        if narrow:
+            metadata = run.step.last_attention
+            query, gate = query.index_select(0, run.step.logit_rows), gate.index_select(0, run.step.logit_rows)
+            if not len(query):
+                return gate
+        output, _ = paged_attention(query, self.caches.key[index], self.caches.value[index], metadata, self.device)
         return output.flatten(1).to(x.dtype).mul_(gate.sigmoid())
 
     def _linear_attention(
-        self, index: int, weights: LinearAttentionWeights, x: torch.Tensor, run: _Pass
+        self, index: int, weights: LinearAttentionWeights, x: torch.Tensor, run: _Pass, *, narrow: bool
     ) -> torch.Tensor:
         mixed = self._linear.mix(weights, x, self.caches.conv[index], self.caches.ssm[index], run.step)
         run.on_layer_written(index)
-        return mixed
+        return mixed.index_select(0, run.step.logit_rows) if narrow else mixed
 
     def _write_attention(
         self, index: int, weights: FullAttentionWeights, x: torch.Tensor, run: _Pass

@@ -39,7 +39,8 @@ class StepInput:
     """What `forward` reads. Rows are the single tokens (`slots[i]` is row i's state slot), then the chunks.
 
     `token_ids`, `positions` `[T]` int64; `slot_index` `[singles]` int64 has the same numbers as `slots`; `logit_rows` `[L]` int64 are
-    the rows whose logits are wanted, in the order in which the sequences were given.
+    the rows whose logits are wanted, ascending, and `logit_order` `[L]` int64 puts them into the order in which the sequences were
+    given. Behind the last layer's caches nothing else is needed: `last_attention` has those rows as its queries.
     """
 
     token_ids: torch.Tensor
@@ -48,7 +49,9 @@ class StepInput:
     slot_index: torch.Tensor
     chunks: tuple[Chunk, ...]
     attention: AttentionMetadata
+    last_attention: AttentionMetadata
     logit_rows: torch.Tensor
+    logit_order: torch.Tensor
 
 
 class StepBuffers:
@@ -64,6 +67,7 @@ class StepBuffers:
         self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._slots = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self._logit_rows = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._logit_order = torch.zeros(max_tokens, dtype=torch.int64, device=device)
 
     def fill(self, sequences: Sequence[StepSequence]) -> StepInput:
         """Lay out a step. The result is valid until the next `fill`.
@@ -90,14 +94,21 @@ class StepBuffers:
             SequenceView(block_ids=sequence.block_ids, start=sequence.start, num_tokens=len(sequence.token_ids))
             for sequence in ordered
         ]
+        wanted_rows = sorted(row for rows in logit_rows for row in rows)
+        place = {row: at for at, row in enumerate(wanted_rows)}
+        attention = last_attention = self.geometry.build(views)
+        if len(wanted_rows) < len(positions):
+            last_attention = self.geometry.only(attention, views, [sequence.num_logits for sequence in ordered])
         return StepInput(
             token_ids=_put(self._token_ids, token_ids),
             positions=_put(self._positions, positions),
             slots=tuple(slots),
             slot_index=_put(self._slots, slots),
             chunks=tuple(chunks),
-            attention=self.geometry.build(views),
-            logit_rows=_put(self._logit_rows, [row for rows in logit_rows for row in rows]),
+            attention=attention,
+            last_attention=last_attention,
+            logit_rows=_put(self._logit_rows, wanted_rows),
+            logit_order=_put(self._logit_order, [place[row] for rows in logit_rows for row in rows]),
         )
 
     def _check(self, sequences: Sequence[StepSequence]) -> None:

@@ -83,6 +83,44 @@ def test_logits_equal_the_reference_however_the_prompt_is_cut(reference: Any, si
         assert float((logits - prompt.logits).abs().max()) <= reference.tolerance
 
 
+def test_the_last_layer_is_computed_for_rows_with_logits_alone_and_nothing_changes(reference: Any) -> None:
+    """A mixed step of chunks and single tokens, with and without logits: the rows that are wanted are those of the whole step."""
+    tables = [list(range(i, 196, 7)) for i in range(4)]
+    starts = (40, 0, 7, 0)
+    sizes = (1, 90, 3, 1)
+
+    def step(wanted: Sequence[int]) -> torch.Tensor:
+        runner = Runner(reference.folder)
+        tokens = reference.prompts[3].token_ids
+        for i, start in enumerate(starts):
+            if start:
+                runner([StepSequence(slot=i, block_ids=tables[i], start=0, token_ids=tokens[:start], num_logits=1)])
+        return runner(
+            [
+                StepSequence(
+                    slot=i, block_ids=tables[i], start=start, token_ids=tokens[start : start + size], num_logits=count
+                )
+                for i, (start, size, count) in enumerate(zip(starts, sizes, wanted, strict=True))
+            ]
+        )
+
+    whole = step(sizes).split_with_sizes(list(sizes))
+    for wanted in ((1, 1, 1, 1), (0, 90, 0, 1), (1, 5, 2, 0), (0, 0, 1, 0), (1, 0, 0, 0)):
+        expected = torch.cat([rows[len(rows) - count :] for rows, count in zip(whole, wanted, strict=True)])
+        assert torch.allclose(step(wanted), expected, atol=1e-4)
+
+
+def test_a_step_without_logits_still_writes_the_last_layer(reference: Any) -> None:
+    """Chunks that end nowhere give no logits, and what follows them is as if they had."""
+    prompt = reference.prompts[3]
+    runner = Runner(reference.folder)
+    step = [StepSequence(slot=2, block_ids=BLOCKS, start=0, token_ids=prompt.token_ids[:200], num_logits=0)]
+    assert runner.model.forward(runner.buffers.fill(step)) is None
+    rest = prompt.token_ids[200:]
+    logits = runner([StepSequence(slot=2, block_ids=BLOCKS, start=200, token_ids=rest, num_logits=len(rest))])
+    assert float((logits - prompt.logits[200 : 200 + len(rest)]).abs().max()) <= reference.tolerance
+
+
 def test_greedy_tokens_of_a_batch_equal_the_reference(reference: Any) -> None:
     """All prompts at once, prefilled in chunks beside sequences that already decode, give the reference's 64 tokens each."""
     runner = Runner(reference.folder)

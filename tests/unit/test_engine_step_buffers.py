@@ -30,7 +30,12 @@ def test_single_tokens_come_first_and_logits_keep_the_given_order() -> None:
     assert step.slots == (1, 0)
     assert step.slot_index.tolist() == [1, 0]
     assert step.chunks == (Chunk(slot=2, first=2, num_tokens=3),)
-    assert step.logit_rows.tolist() == [3, 4, 0, 1]
+    assert step.logit_rows.tolist() == [0, 1, 3, 4]
+    assert step.logit_order.tolist() == [2, 3, 0, 1]
+    assert [(group.first, group.batch, group.num_queries) for group in step.last_attention.groups] == [
+        (0, 2, 1),
+        (2, 1, 2),
+    ]
     # Block b, head h, offset o of a cache of 2 heads and blocks of 4 is row (b * 2 + h) * 4 + o.
     assert step.attention.write_rows.tolist()[:2] == [(11 * 2) * 4 + 1, (11 * 2 + 1) * 4 + 1]
 
