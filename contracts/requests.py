@@ -9,6 +9,7 @@ import msgspec
 
 from contracts.codec import Versioned
 from contracts.errors import ErrorInfo
+from contracts.numbers import Whole
 
 
 class FinishReason(StrEnum):
@@ -25,12 +26,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     the same values give the same tokens on whichever worker. `max_tokens` is always set: a default has been applied.
     """
 
-    max_tokens: int
-    seed: int
+    max_tokens: Whole
+    seed: Whole
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
-    min_tokens: int = 0
+    top_k: Whole = 0
+    min_tokens: Whole = 0
     ignore_eos: bool = False
 
 
@@ -64,11 +65,11 @@ class PromptFrame(Versioned, frozen=True, kw_only=True, tag="prompt_frame"):
     """
 
     handoff_id: str
-    index: int
-    num_frames: int
-    num_prompt_tokens: int
+    index: Whole
+    num_frames: Whole
+    num_prompt_tokens: Whole
     prompt_hash: str
-    timeout_ms: int
+    timeout_ms: Whole
     ids_b64: str
 
 
@@ -77,13 +78,13 @@ class SubmitRequest(Versioned, frozen=True, kw_only=True, tag="submit_request"):
 
     handoff_id: str
     request_id: str
-    attempt: int
+    attempt: Whole
     router_id: str
     route: Route
-    num_prompt_tokens: int
+    num_prompt_tokens: Whole
     prompt_hash: str
     sampling: SamplingParams
-    timeout_ms: int
+    timeout_ms: Whole
 
 
 class CancelRequest(Versioned, frozen=True, kw_only=True, tag="cancel_request"):
@@ -97,6 +98,17 @@ class CancelWork(Versioned, frozen=True, kw_only=True, tag="cancel_work"):
     """A hint to a worker to stop computing. It never frees granted memory: only a release does."""
 
     handoff_id: str
+
+
+class Ping(Versioned, frozen=True, kw_only=True, tag="ping"):
+    """The router asks whether the broker is there and takes requests (verb `ping`)."""
+
+
+class Pong(Versioned, frozen=True, kw_only=True, tag="pong"):
+    """It is there."""
+
+    broker_id: str
+    draining: bool
 
 
 class Accepted(Versioned, frozen=True, kw_only=True, tag="accepted"):
@@ -125,11 +137,11 @@ class TokenFrame(Versioned, frozen=True, kw_only=True, tag="token_frame", omit_d
 
     handoff_id: str
     request_id: str
-    attempt: int
-    index: int
-    token_ids: tuple[int, ...] = ()
+    attempt: Whole
+    index: Whole
+    token_ids: tuple[Whole, ...] = ()
     final: bool = False
-    num_tokens: int = 0
+    num_tokens: Whole = 0
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: Whole = 0

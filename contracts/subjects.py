@@ -39,6 +39,7 @@ class BrokerVerb(StrEnum):
     TAKEN_OVER = "taken_over"
     ENDED = "ended"
     CANCEL = "cancel"
+    PING = "ping"
 
 
 class SubjectRow(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from contracts import subjects
 from contracts.codec import decode
 from contracts.errors import CodecError
 from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
-from contracts.requests import CancelRequest, SubmitRequest, WorkerRef
+from contracts.requests import CancelRequest, Ping, Pong, SubmitRequest, WorkerRef
 from contracts.subjects import BrokerVerb
 from contracts.workers import WorkerRecord
 from services.broker.service import Broker
@@ -66,10 +66,15 @@ class BrokerEdges:
             BrokerVerb.PREFILL_FINISHED: self._prefill_finished,
             BrokerVerb.TAKEN_OVER: self._taken_over,
             BrokerVerb.ENDED: self._ended,
+            BrokerVerb.PING: self._ping,
         }
 
     async def _submit(self, data: bytes) -> msgspec.Struct:
         return await self._broker.submit(decode(data, SubmitRequest))
+
+    async def _ping(self, data: bytes) -> msgspec.Struct:
+        decode(data, Ping)
+        return Pong(broker_id=self._broker.broker_id, draining=self._broker.draining)
 
     async def _cancel(self, data: bytes) -> msgspec.Struct:
         return await self._broker.cancel(decode(data, CancelRequest))

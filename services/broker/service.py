@@ -115,6 +115,11 @@ class Broker:
         self._observer = Observer(events, metrics, log, in_flight=lambda: self.num_in_flight)
 
     @property
+    def broker_id(self) -> str:
+        """Which broker this is."""
+        return self._settings.broker_id
+
+    @property
     def num_in_flight(self) -> int:
         """Handoffs that have not ended, or whose memory is not back everywhere."""
         return len(self._live) - len(self._ended)

@@ -136,6 +136,8 @@ class Endpoints:
             lacking.append(f"the router is {State.DRAINING if self.admission.draining else self.lifecycle.state}")
         if not self.fleet.is_connected:
             lacking.append("the router has no connection to the bus")
+        if broker_problem := await self.fleet.broker_problem():
+            lacking.append(broker_problem)
         lacking += missing(self.fleet.workers(), model=self.model.name, expected=self.settings.expected_workers)
         answer = {"state": self.lifecycle.state, "missing": lacking}
         status = 503 if lacking else 200
@@ -162,6 +164,10 @@ class Endpoints:
         except TimeoutError:
             message = f"body: it did not come within {self.settings.body_timeout_s:g} s"
             raise PdmeshError(message, code=ErrorCode.DEADLINE_EXCEEDED) from None
+        except web.RequestPayloadError as error:
+            coding = request.headers.get("Content-Encoding", "identity")
+            message = f"body: it is not what its headers say; the rule is: whole, and in the Content-Encoding {coding!r}"
+            raise PdmeshError(message, code=ErrorCode.INVALID_REQUEST) from error
         return decode_body(data, kind)
 
 

@@ -1,15 +1,20 @@
-"""The workers that there are, watched in their bucket."""
+"""Who is there: the workers, watched in their bucket, and the broker, asked when somebody wants to know."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from common.bus.port import Bus, Entry, Snapshot, Watch
 from common.bus.storage import WORKER_TTL_S, WORKERS_CONFIG
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
-from contracts.codec import decode
-from contracts.errors import CodecError
+from contracts.codec import decode, encode
+from contracts.errors import CodecError, PdmeshError
+from contracts.requests import Ping, Pong
+from contracts.subjects import BrokerVerb, broker_rpc
 from contracts.workers import WorkerRecord
 from services.router.core.worker_table import WorkerTable
+
+PING_TIMEOUT_S: Final = 1.0
 
 
 class Fleet:
@@ -50,6 +55,15 @@ class Fleet:
             self._reconnects = self._bus.reconnects
             self._table.reconnected(self._clock.monotonic())
         return self._table.alive(self._clock.monotonic()) if self._bus.is_connected else self._table.known
+
+    async def broker_problem(self) -> str:
+        """Why the broker would not take a request now; empty when it would."""
+        try:
+            reply = await self._bus.request(broker_rpc(BrokerVerb.PING), encode(Ping()), timeout=PING_TIMEOUT_S)
+            pong = decode(reply.data, Pong)
+        except PdmeshError as error:
+            return f"the broker does not answer: {error.message}"
+        return f"{pong.broker_id} is draining" if pong.draining else ""
 
     def _put(self, entry: Entry) -> None:
         try:

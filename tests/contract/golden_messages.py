@@ -113,6 +113,8 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
     ),
     requests.CancelRequest(handoff_id="r1-0", reason="the client left"),
     requests.CancelWork(handoff_id="r1-0"),
+    requests.Ping(),
+    requests.Pong(broker_id="broker-0", draining=False),
     requests.Accepted(handoff_id="r1-0"),
     requests.Refused(handoff_id="r1-0", error=ERROR),
     requests.TokenFrame(

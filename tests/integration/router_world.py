@@ -31,6 +31,7 @@ from contracts.requests import (
     CancelRequest,
     CancelWork,
     FinishReason,
+    Pong,
     PromptFrame,
     Refused,
     SubmitRequest,
@@ -149,6 +150,8 @@ class Mesh:
         self.prompt_subjects: list[str] = []
         self.frames: dict[str, dict[int, PromptFrame]] = {}
         self.submits: list[SubmitRequest] = []
+        self.broker_answers = True
+        self.broker_drains = False
         self.cancels: list[CancelRequest] = []
         self.hints: list[tuple[str, CancelWork]] = []
         self.hold_prompts: asyncio.Event | None = None
@@ -234,6 +237,8 @@ class Mesh:
             cancel = decode(message.data, CancelRequest)
             self.cancels.append(cancel)
             await self._answer(message, cancel.handoff_id, [])
+        elif verb == "ping" and self.broker_answers:
+            await message.respond(encode(Pong(broker_id="broker-0", draining=self.broker_drains)))
         self._changed.set()
 
     async def _answer(self, message: Message, handoff_id: str, refusals: list[ErrorInfo]) -> bool:

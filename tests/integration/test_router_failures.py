@@ -386,6 +386,18 @@ async def test_ready_waits_for_all_expected_workers(tmp_path: Path) -> None:
         assert answer["missing"]
 
 
+async def test_ready_means_that_the_broker_would_take_a_request(tmp_path: Path) -> None:
+    """Workers alone do not make a way: a broker that is gone or drains makes the router not ready, and is named."""
+    async with router_world(tmp_path) as world:
+        assert (await world.get("/ready"))[0] == 200
+        world.mesh.broker_drains = True
+        assert await world.get("/ready") == (503, {"state": "ready", "missing": ["broker-0 is draining"]})
+        world.mesh.broker_answers = False
+        status, answer = await world.get("/ready")
+        assert status == 503
+        assert [text.partition(":")[0] for text in answer["missing"]] == ["the broker does not answer"]
+
+
 async def test_tokenize_and_detokenize_agree(tmp_path: Path) -> None:
     """There and back, for text and for conversations; special tokens are shown."""
     async with router_world(tmp_path) as world:
