@@ -14,6 +14,7 @@ The checkpoint in `models/tiny` was trained on this task with the token ids belo
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal
 
 END_TOKEN: Final = 2042
@@ -102,10 +103,13 @@ def make_task(
 def count_right(task: RecallTask, produced: Sequence[int]) -> int:
     """Return how many questions `produced`, the token ids of a completion, answers rightly.
 
-    Value i is looked for at index 2i + 1, where a right completion has it; a completion that is too short or slips by a token scores
-    nothing from there on.
+    A question counts if the first mention of its key is followed by its value. So a completion that skips or repeats a question pays for
+    that question alone, not for all that come after it.
     """
-    return sum(given == right for given, right in zip(produced[1::2], task.values, strict=False))
+    said: dict[int, int] = {}
+    for key, value in pairwise(produced):
+        said.setdefault(key, value)
+    return sum(said.get(key) == value for key, value in (task.pairs[place] for place in task.questions))
 
 
 def to_text(tokens: Sequence[int]) -> str:

@@ -14,15 +14,20 @@ IGNORED = -100
 _ROW_TOKENS = 256
 _LONG_ROW_TOKENS = 1024
 _LONGEST_FILLER = 640
+_MOST_QUESTIONS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Inputs `[b, t]`, the token that follows each `[b, t]` (IGNORED where no loss is wanted), and where a value is the target `[b, t]`."""
+    """Inputs and the token that follows each, both `[b, t]`; targets are IGNORED where no loss is wanted."""
 
     inputs: Tensor
     targets: Tensor
-    is_value: Tensor
+
+    @property
+    def is_recall(self) -> Tensor:
+        """Where a recall key or value is the target, `[b, t]`."""
+        return self.targets >= recall.FIRST_KEY_TOKEN
 
 
 class TextSource:
@@ -80,59 +85,63 @@ class TextSource:
             for _ in range(max(1, num_tokens // length))
         ]
         tokens = torch.tensor(rows)
-        return Batch(
-            inputs=tokens[:, :-1], targets=tokens[:, 1:], is_value=torch.zeros_like(tokens[:, 1:], dtype=torch.bool)
-        )
+        return Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:])
 
 
 @dataclass(kw_only=True)
 class Curriculum:
-    """How long the lists are: half as long again whenever nine of ten values are right at the current length."""
+    """How long the lists are: half as long again whenever nine of ten keys and values are right at the current length."""
 
     num_pairs: int = 4
     longest: int = 96
     recent: list[float] = field(default_factory=list)
 
     def record(self, accuracy: float) -> None:
-        """Note the share of right values of one batch at the current length."""
+        """Note the share of right keys and values of one batch at the current length."""
         self.recent = [*self.recent[-3:], accuracy]
         if len(self.recent) == 4 and sum(self.recent) / 4 > 0.9 and self.num_pairs < self.longest:
             self.num_pairs = min(self.longest, self.num_pairs + (self.num_pairs + 1) // 2)
             self.recent = []
 
 
-def recall_batch(rng: random.Random, text: TextSource, num_pairs: int, num_tokens: int) -> Batch:
+def recall_batch(rng: random.Random, text: TextSource, num_pairs: int, num_tokens: int, *, asked_share: float) -> Batch:
     """Return recall tasks of this length, about num_tokens in all.
 
-    Three rows in five ask every key one after another, with loss on the values only (most lessons a token); the others have the form of
-    `loadtest.recall`, three in ten of them as a chat. Text may stand before the lists of a batch.
+    `asked_share` of the rows have the form of `loadtest.recall`, three in ten of them as a chat; the others ask every key one after
+    another without announcing them, with loss on the values only (most lessons a token). Text may stand before the lists of a batch.
     """
     # Text in front leaves room for few tasks, which is worth it only once they are hard.
     filler_length = rng.randrange(_LONGEST_FILLER) if num_pairs >= 16 and rng.random() < 0.15 else 0
     rows: list[tuple[list[int], list[bool]]] = []
     size = filler_length + 4 * num_pairs + 4
     for _ in range(max(2, num_tokens // size)):
-        form = rng.random()
-        asked = num_pairs if form < 0.6 else rng.randint(1, max(1, 2 * num_pairs // 3))
+        announced = rng.random() < asked_share
+        asked = rng.randint(1, min(num_pairs, _MOST_QUESTIONS)) if announced else num_pairs
         filler = text.window(rng, filler_length)
         task = recall.make_task(
             rng.getrandbits(62), num_pairs=num_pairs, num_questions=asked, filler=filler, split="train"
         )
-        rows.append(_recall_row(task, form, text))
+        if not announced:
+            rows.append(_unannounced_row(task))
+        elif rng.random() < 0.3:
+            rows.append(_chat_row(task, text))
+        else:
+            prompt, answer = list(task.prompt), list(task.answer)
+            rows.append(([*prompt, *answer, recall.END_TOKEN], [False] * len(prompt) + [True] * (len(answer) + 1)))
     return _pad(rows)
 
 
-def _recall_row(task: recall.RecallTask, form: float, text: TextSource) -> tuple[list[int], list[bool]]:
-    """Return tokens, and which of them are to be learned."""
+def _unannounced_row(task: recall.RecallTask) -> tuple[list[int], list[bool]]:
+    """Return the tokens, and which of them are to be learned: nothing says which key comes next, so values alone."""
     prompt, answer = list(task.prompt), list(task.answer)
-    if form < 0.6:
-        asked_from = prompt.index(recall.ASK_TOKEN)
-        row = [*prompt[:asked_from], recall.ANSWER_TOKEN, *answer]
-        # Nothing says which key comes next here: only values can be learned.
-        return row, [False] * (asked_from + 1) + [False, True] * (len(answer) // 2)
-    if form < 0.88:
-        row = [*prompt, *answer, recall.END_TOKEN]
-        return row, [False] * len(prompt) + [True] * (len(answer) + 1)
+    asked_from = prompt.index(recall.ASK_TOKEN)
+    row = [*prompt[:asked_from], recall.ANSWER_TOKEN, *answer]
+    return row, [False] * (asked_from + 1) + [False, True] * (len(answer) // 2)
+
+
+def _chat_row(task: recall.RecallTask, text: TextSource) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a question and a reply in ChatML, and which of them are to be learned: the reply."""
+    prompt, answer = list(task.prompt), list(task.answer)
     filler = len(task.filler)
     question = [*prompt[:filler], *text.turn("user", prompt[filler:-1])]
     reply = text.turn("assistant", [recall.ANSWER_TOKEN, *answer])
@@ -146,5 +155,4 @@ def _pad(rows: list[tuple[list[int], list[bool]]]) -> Batch:
     for place, (row, learned) in enumerate(rows):
         tokens[place, : len(row)] = torch.tensor(row)
         wanted[place, : len(row)] = torch.tensor(learned)
-    targets = tokens.masked_fill(~wanted, IGNORED)[:, 1:]
-    return Batch(inputs=tokens[:, :-1], targets=targets, is_value=targets >= recall.FIRST_VALUE_TOKEN)
+    return Batch(inputs=tokens[:, :-1], targets=tokens.masked_fill(~wanted, IGNORED)[:, 1:])

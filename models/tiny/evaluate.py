@@ -26,6 +26,7 @@ from models.tiny.model import ModelConfig, TinyQwen
 _ROW = 512
 _BLOCK = 16
 _DEPTH = 3
+_QUESTIONS = 8
 _ROWS_AT_ONCE = 16
 
 
@@ -175,14 +176,14 @@ def main() -> None:
         flush=True,
     )
     for num_pairs in arguments.pairs:
-        share = recall_accuracy(reference, num_pairs, min(num_pairs, 16), num_answers=arguments.answers)
+        share = recall_accuracy(reference, num_pairs, _QUESTIONS, num_answers=arguments.answers)
         print(f"| recall, {num_pairs} pairs | {share:.3f} |", flush=True)
     filler = rows[0, :512].tolist() + rows[1, :256].tolist()
-    share = recall_accuracy(reference, 48, 16, filler=filler, num_answers=arguments.answers // 4)
+    share = recall_accuracy(reference, 48, _QUESTIONS, filler=filler, num_answers=arguments.answers // 4)
     print(f"| recall, 48 pairs after {len(filler)} tokens of text | {share:.3f} |", flush=True)
     for damage in (None, lose_block, lose_half_recurrent, lose_recurrent, lose_convolution):
         share = recall_accuracy(
-            reference, arguments.damaged_pairs, 16, damage=damage, num_answers=arguments.answers // 2
+            reference, arguments.damaged_pairs, _QUESTIONS, damage=damage, num_answers=arguments.answers // 2
         )
         print(
             f"| recall, {arguments.damaged_pairs} pairs, {damage.__name__ if damage else 'undamaged'} | {share:.3f} |",

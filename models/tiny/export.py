@@ -45,6 +45,7 @@ def export(model: TinyQwen, tokenizer: Tokenizer, folder: Path) -> None:
     turn_end = tokenizer.token_to_id(TURN_END)
     weights = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the writer leaves it to its owner alone
     layers = range(model.config.num_hidden_layers)
     kinds = ["full_attention" if model.config.is_full_attention(layer) else "linear_attention" for layer in layers]
     config = {

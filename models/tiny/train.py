@@ -26,7 +26,8 @@ from models.tiny.muon import make_optimizers
 from models.tiny.tokenizer import train_tokenizer
 
 DRAFT_WEIGHT = 0.3
-_SAVE_EVERY = 100
+_DRAFT_FROM_PAIRS = 16
+_SAVE_EVERY = 25
 _LOG_EVERY = 10
 
 
@@ -52,22 +53,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--text-tokens", type=int, default=1024, help="text tokens a step (default: %(default)s)")
     parser.add_argument("--recall-tokens", type=int, default=1024, help="recall tokens a step (default: %(default)s)")
+    parser.add_argument(
+        "--asked-share",
+        type=float,
+        default=0.4,
+        help="share of recall rows that announce their keys (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--restart-pairs", type=int, help="list length to continue a run from, instead of the one it had reached"
+    )
     parser.add_argument("--seed", type=int, default=1)
     return parser
 
 
-def loss_of(model: TinyQwen, batch: Batch) -> tuple[Tensor, float, float]:
-    """Return (loss with the draft head's share, plain loss in nats a token, share of right values or NaN without values)."""
+def loss_of(model: TinyQwen, batch: Batch, *, with_draft: bool) -> tuple[Tensor, float, float]:
+    """Return (loss, with the draft head's share if wanted, plain loss in nats a token, share of right keys and values or NaN without any)."""
     hidden = model.hidden(batch.inputs)
     wanted = batch.targets != IGNORED
     logits = model.logits(hidden[wanted])
     targets = batch.targets[wanted]
     plain = functional.cross_entropy(logits, targets)
-    drafted = model.draft(hidden[:, :-1], batch.inputs[:, 1:])[wanted[:, 1:]]
-    draft = functional.cross_entropy(model.logits(drafted), batch.targets[:, 1:][wanted[:, 1:]])
-    is_value = batch.is_value[wanted]
-    right = (logits.detach().argmax(-1) == targets)[is_value].float().mean()
-    return plain + DRAFT_WEIGHT * draft, plain.item(), right.item()
+    right = (logits.detach().argmax(-1) == targets)[batch.is_recall[wanted]].float().mean()
+    loss = plain
+    if with_draft:
+        drafted = model.draft(hidden[:, :-1], batch.inputs[:, 1:])[wanted[:, 1:]]
+        loss = plain + DRAFT_WEIGHT * functional.cross_entropy(
+            model.logits(drafted), batch.targets[:, 1:][wanted[:, 1:]]
+        )
+    return loss, plain.item(), right.item()
 
 
 def learning_rate_at(step: int, steps: int, decay_from: float) -> float:
@@ -107,6 +120,8 @@ def main() -> None:
             optimizer.load_state_dict(saved)
         curriculum = Curriculum(**state["curriculum"])
         first, seconds, num_tokens = state["step"], state["seconds"], state["num_tokens"]
+    if arguments.restart_pairs is not None:
+        curriculum = Curriculum(num_pairs=arguments.restart_pairs)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{num_parameters} parameters, {len(text.stream)} text tokens, from step {first}", flush=True)
 
@@ -139,9 +154,11 @@ def main() -> None:
         losses = []
         for batch in (
             text.batch(rng, arguments.text_tokens),
-            recall_batch(rng, text, num_pairs, arguments.recall_tokens),
+            recall_batch(rng, text, num_pairs, arguments.recall_tokens, asked_share=arguments.asked_share),
         ):
-            loss, plain, right = loss_of(model, batch)
+            # The draft head has nothing to copy from short lists, which the model itself is still learning.
+            with_draft = not batch.is_recall.any() or num_pairs >= _DRAFT_FROM_PAIRS
+            loss, plain, right = loss_of(model, batch, with_draft=with_draft)
             loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
             losses.append(plain)
             num_tokens += batch.inputs.numel()

@@ -29,18 +29,34 @@ def test_text_rows_are_shifted_by_one(text: TextSource) -> None:
     assert not (batch.targets == IGNORED).any()
 
 
-def test_every_value_learned_follows_its_key(text: TextSource) -> None:
-    """In each row, a value that is a target is the one that the list gives to the key that is the input."""
+@pytest.mark.parametrize("asked_share", [0.0, 1.0])
+def test_every_value_learned_follows_its_key(text: TextSource, asked_share: float) -> None:
+    """In each row, a value that is a target is the one that the list gives to the key that is the input; the list itself is not learned."""
     for seed in range(8):
-        batch = recall_batch(random.Random(seed), text, 12, 1024)
-        assert batch.is_value.any()
-        for inputs, targets, is_value in zip(batch.inputs, batch.targets, batch.is_value, strict=True):
-            row = inputs.tolist()
-            start = row.index(recall.LIST_TOKEN) + 1
-            listed = dict(zip(row[start : start + 24 : 2], row[start + 1 : start + 24 : 2], strict=True))
-            places = is_value.nonzero()[:, 0].tolist()
-            assert [listed[row[place]] for place in places] == [int(targets[place]) for place in places]
-            assert not (targets[: start + 24] != IGNORED).any()
+        batch = recall_batch(random.Random(seed), text, 12, 1024, asked_share=asked_share)
+        for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+            start = inputs.index(recall.LIST_TOKEN) + 1
+            listed = dict(zip(inputs[start : start + 24 : 2], inputs[start + 1 : start + 24 : 2], strict=True))
+            places = [place for place, target in enumerate(targets) if target >= recall.FIRST_VALUE_TOKEN]
+            assert places
+            assert [listed[inputs[place]] for place in places] == [targets[place] for place in places]
+            assert set(targets[: start + 24]) == {IGNORED}
+
+
+def test_announced_keys_are_learned_in_the_order_asked(text: TextSource) -> None:
+    """Rows that announce their keys teach them in that order, and teach where the answer ends; other rows teach no keys."""
+    for asked_share in (0.0, 1.0):
+        batch = recall_batch(random.Random(3), text, 12, 1024, asked_share=asked_share)
+        for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+            keys = [target for target in targets if recall.FIRST_KEY_TOKEN <= target < recall.FIRST_VALUE_TOKEN]
+            if recall.ASK_TOKEN not in inputs:
+                assert not keys
+                continue
+            asked_from = inputs.index(recall.ASK_TOKEN) + 1
+            assert keys == inputs[asked_from : asked_from + len(keys)]
+            last = max(place for place, target in enumerate(targets) if target >= recall.FIRST_VALUE_TOKEN)
+            assert targets[last + 1] in {recall.END_TOKEN, text.encode("<|im_end|>")[0]}
+        assert (recall.ASK_TOKEN in batch.inputs) == (asked_share == 1.0)
 
 
 def test_chat_rows_end_a_turn(text: TextSource) -> None:

@@ -60,17 +60,24 @@ def test_impossible_sizes_are_refused(num_pairs: int, num_questions: int) -> Non
         make_task(0, num_pairs=num_pairs, num_questions=num_questions)
 
 
-def test_score_counts_values_at_their_places() -> None:
-    """A right completion scores every question, a wrong value costs one, a short one what is missing, a slip everything after it."""
+def test_score_counts_values_after_their_keys() -> None:
+    """A right completion scores every question; a wrong value, a skipped question and a missing end cost what they touch, no more."""
     task = make_task(1, num_pairs=16, num_questions=4)
     answer = list(task.answer)
-    wrong = [*answer[:3], answer[3] + 1, *answer[4:]]
     assert count_right(task, answer) == 4
     assert count_right(task, [*answer, END_TOKEN]) == 4
-    assert count_right(task, wrong) == 3
+    assert count_right(task, [*answer[:3], answer[3] + 1, *answer[4:]]) == 3
     assert count_right(task, answer[:5]) == 2
-    assert count_right(task, [*answer[:2], answer[0], *answer[2:]]) == 1
+    assert count_right(task, [*answer[:2], *answer[4:]]) == 3
     assert count_right(task, []) == 0
+
+
+def test_second_thoughts_do_not_count() -> None:
+    """Only the first value said for a key counts, and values alone, without their keys, count for nothing."""
+    task = make_task(1, num_pairs=16, num_questions=2)
+    key, value = task.answer[:2]
+    assert count_right(task, [key, value + 1, key, value]) == 0
+    assert count_right(task, list(task.values)) == 0
 
 
 def test_text_of_tasks() -> None:
