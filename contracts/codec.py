@@ -35,8 +35,8 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     """Validate and decode `data` as `kind` (a struct, or a union of tagged structs).
 
-    Raises `CodecError` that names what was expected, for bytes that are not JSON, of another type, oversized, or written
-    by a newer schema.
+    Raises `CodecError` that names what was expected, for bytes that are not JSON, of another type, oversized, nested too
+    deeply, or written by a newer schema.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise CodecError(f"message of {len(data)} bytes; the rule is: at most {MAX_MESSAGE_BYTES}")
@@ -45,7 +45,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
         message = decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"not a valid {getattr(kind, '__name__', kind)}: {error}") from error
     version = getattr(message, "v", SCHEMA_VERSION)
     if version > SCHEMA_VERSION:

@@ -10,6 +10,7 @@ import msgspec
 from contracts.codec import Versioned
 from contracts.errors import ErrorInfo
 from contracts.manifest import Namespace, Role
+from contracts.numbers import Whole
 from contracts.requests import FinishReason, Refused, Route, SamplingParams, WorkerRef
 
 
@@ -22,9 +23,9 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
 
     worker_id: str
     incarnation: str
-    generation: int
-    block_ids: tuple[int, ...]
-    slot: int
+    generation: Whole
+    block_ids: tuple[Whole, ...]
+    slot: Whole
 
 
 class ReserveDecode(Versioned, frozen=True, kw_only=True, tag="reserve_decode"):
@@ -32,14 +33,14 @@ class ReserveDecode(Versioned, frozen=True, kw_only=True, tag="reserve_decode"):
 
     handoff_id: str
     request_id: str
-    attempt: int
+    attempt: Whole
     router_id: str
     incarnation: str
     source: WorkerRef
-    fence: int
-    num_prompt_tokens: int
+    fence: Whole
+    num_prompt_tokens: Whole
     sampling: SamplingParams
-    timeout_ms: int
+    timeout_ms: Whole
 
 
 class Reserved(Versioned, frozen=True, kw_only=True, tag="reserved"):
@@ -47,7 +48,7 @@ class Reserved(Versioned, frozen=True, kw_only=True, tag="reserved"):
 
     handoff_id: str
     grant: Grant
-    num_cached_tokens: int
+    num_cached_tokens: Whole
     prepare_ms: float
 
 
@@ -59,16 +60,16 @@ class RunPrefill(Versioned, frozen=True, kw_only=True, tag="run_prefill"):
 
     handoff_id: str
     request_id: str
-    attempt: int
+    attempt: Whole
     router_id: str
     incarnation: str
-    fence: int
-    num_prompt_tokens: int
+    fence: Whole
+    num_prompt_tokens: Whole
     prompt_hash: str
     sampling: SamplingParams
-    timeout_ms: int
+    timeout_ms: Whole
     grant: Grant
-    num_cached_tokens: int
+    num_cached_tokens: Whole
 
 
 class RunMixed(Versioned, frozen=True, kw_only=True, tag="run_mixed"):
@@ -76,14 +77,14 @@ class RunMixed(Versioned, frozen=True, kw_only=True, tag="run_mixed"):
 
     handoff_id: str
     request_id: str
-    attempt: int
+    attempt: Whole
     router_id: str
     incarnation: str
-    fence: int
-    num_prompt_tokens: int
+    fence: Whole
+    num_prompt_tokens: Whole
     prompt_hash: str
     sampling: SamplingParams
-    timeout_ms: int
+    timeout_ms: Whole
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -91,9 +92,9 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     namespace: Namespace
     role: Role
-    layer: int
-    destination_rank: int
-    ranges: tuple[tuple[int, int], ...]
+    layer: Whole
+    destination_rank: Whole
+    ranges: tuple[tuple[Whole, Whole], ...]
 
 
 class PartsReport(Versioned, frozen=True, kw_only=True, tag="parts_report"):
@@ -101,10 +102,10 @@ class PartsReport(Versioned, frozen=True, kw_only=True, tag="parts_report"):
 
     handoff_id: str
     incarnation: str
-    source_rank: int
-    revision: int
+    source_rank: Whole
+    revision: Whole
     parts: tuple[PartDone, ...]
-    num_bytes: int
+    num_bytes: Whole
     push_ms: float
 
 
@@ -129,10 +130,10 @@ class PrefillFinished(Versioned, frozen=True, kw_only=True, tag="prefill_finishe
 
     handoff_id: str
     incarnation: str
-    first_token: int | None = None
+    first_token: Whole | None = None
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: Whole = 0
     queue_ms: float = 0.0
     compute_ms: float = 0.0
 
@@ -142,10 +143,10 @@ class CommitHandoff(Versioned, frozen=True, kw_only=True, tag="commit_handoff"):
 
     handoff_id: str
     incarnation: str
-    fence: int
-    first_token: int
-    num_cached_tokens: int
-    timeout_ms: int
+    fence: Whole
+    first_token: Whole
+    num_cached_tokens: Whole
+    timeout_ms: Whole
 
 
 class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
@@ -159,7 +160,7 @@ class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
     prepare_ms: float
     enqueue_ms: float
     total_ms: float
-    first_step_ns: int
+    first_step_ns: Whole
 
 
 class ReleaseHandoff(Versioned, frozen=True, kw_only=True, tag="release_handoff"):
@@ -167,7 +168,7 @@ class ReleaseHandoff(Versioned, frozen=True, kw_only=True, tag="release_handoff"
 
     handoff_id: str
     reason: str
-    tombstone_ms: int
+    tombstone_ms: Whole
 
 
 class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
@@ -175,7 +176,7 @@ class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
 
     handoff_id: str
     incarnation: str
-    num_tokens: int
+    num_tokens: Whole
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
 
@@ -206,19 +207,19 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
 
     handoff_id: str
     request_id: str
-    attempt: int
+    attempt: Whole
     router_id: str
     route: Route
     state: HandoffState
-    fence: int
-    num_prompt_tokens: int
+    fence: Whole
+    num_prompt_tokens: Whole
     prompt_hash: str
     sampling: SamplingParams
     deadline_at: str
     grant: Grant | None = None
-    num_cached_tokens: int = 0
-    first_token: int | None = None
-    num_prefill_cached_tokens: int = 0
-    num_tokens: int = 0
+    num_cached_tokens: Whole = 0
+    first_token: Whole | None = None
+    num_prefill_cached_tokens: Whole = 0
+    num_tokens: Whole = 0
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None

@@ -10,6 +10,7 @@ from contracts.codec import Versioned
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import ErrorInfo
 from contracts.manifest import RankManifest
+from contracts.numbers import Whole
 
 
 class WorkerRole(StrEnum):
@@ -46,10 +47,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker has left and what it is doing."""
 
-    num_free_blocks: int
-    num_free_slots: int
-    num_waiting: int
-    num_running: int
+    num_free_blocks: Whole
+    num_free_slots: Whole
+    num_waiting: Whole
+    num_running: Whole
 
 
 class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
@@ -61,13 +62,13 @@ class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
     state: WorkerState
     model: str
     model_fingerprint: str
-    tp: int
-    dp: int
-    dcp: int
-    block_size: int
-    num_blocks: int
-    num_slots: int
-    max_sequence_tokens: int
+    tp: Whole
+    dp: Whole
+    dcp: Whole
+    block_size: Whole
+    num_blocks: Whole
+    num_slots: Whole
+    max_sequence_tokens: Whole
     load: WorkerLoad
     links: tuple[Link, ...] = ()
 
@@ -83,7 +84,7 @@ class WorkerDescription(Versioned, frozen=True, kw_only=True, tag="worker_descri
 
     worker_id: str
     incarnation: str
-    num_ranks: int
+    num_ranks: Whole
     manifest: RankManifest
     region: RegionDescriptor | None
 

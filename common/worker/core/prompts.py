@@ -8,9 +8,12 @@ import hashlib
 import sys
 from array import array
 from dataclasses import dataclass, field
+from typing import Final
 
 from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
 from contracts.requests import PromptFrame
+
+_ID_BYTES: Final = 4
 
 
 @dataclass(slots=True)
@@ -53,6 +56,13 @@ class PromptBuffer:
             raise InvalidValueError(
                 field="index", value=frame.index, rule=f"0 to num_frames - 1 = {frame.num_frames - 1}"
             )
+        held = sum(len(each) for index, each in partial.frames.items() if index != frame.index)
+        if held + len(data) > _ID_BYTES * frame.num_prompt_tokens:
+            raise InvalidValueError(
+                field="ids_b64",
+                value=f"{held + len(data)} bytes",
+                rule=f"{_ID_BYTES} bytes for each of num_prompt_tokens",
+            )
         partial.frames.setdefault(frame.index, data)
 
     def take(self, handoff_id: str, prompt_hash: str) -> tuple[int, ...]:
@@ -64,7 +74,7 @@ class PromptBuffer:
         self.drop(handoff_id)
         data = b"".join(partial.frames[index] for index in range(partial.num_frames))
         digest = hashlib.sha256(data).hexdigest()
-        if len(data) != 4 * partial.num_prompt_tokens or digest != partial.prompt_hash or digest != prompt_hash:
+        if len(data) != _ID_BYTES * partial.num_prompt_tokens or digest != partial.prompt_hash or digest != prompt_hash:
             raise PdmeshError(
                 f"the prompt of {handoff_id} is not the one announced: {len(data)} bytes, sha256 {digest}",
                 code=ErrorCode.PROTOCOL,
@@ -89,9 +99,11 @@ class PromptBuffer:
             self.drop(handoff_id)
 
     def _open(self, frame: PromptFrame, now: float) -> _Partial:
-        if frame.num_prompt_tokens < 1 or frame.num_frames < 1:
+        if not 1 <= frame.num_frames <= frame.num_prompt_tokens:
             raise InvalidValueError(
-                field="num_prompt_tokens", value=frame.num_prompt_tokens, rule="1 or more, in 1 or more frames"
+                field="num_prompt_tokens",
+                value=frame.num_prompt_tokens,
+                rule=f"1 or more, in 1 or more frames and at least one a frame, of which there are {frame.num_frames}",
             )
         if self._num_tokens + frame.num_prompt_tokens > self._max_tokens:
             raise PdmeshError(

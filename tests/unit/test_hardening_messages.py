@@ -1,0 +1,82 @@
+"""Messages that nobody should send: whoever reads them refuses them with a CodecError, and nothing else."""
+
+import json
+
+import pytest
+
+from contracts.codec import decode, encode
+from contracts.errors import CodecError
+from contracts.handoff import Grant, PartsReport, RunPrefill
+from contracts.requests import PromptFrame, SamplingParams, TokenFrame
+
+RUN = RunPrefill(
+    handoff_id="r1-0",
+    request_id="r1",
+    attempt=0,
+    router_id="router-0",
+    incarnation="i1",
+    fence=1,
+    num_prompt_tokens=3,
+    prompt_hash="h",
+    sampling=SamplingParams(max_tokens=4, seed=1),
+    timeout_ms=1000,
+    grant=Grant(worker_id="decode-0", incarnation="i2", generation=5, block_ids=(1,), slot=0),
+    num_cached_tokens=0,
+)
+
+
+@pytest.mark.parametrize("kind", [PartsReport, TokenFrame, RunPrefill])
+@pytest.mark.parametrize("data", [b'{"a":' * 20_000, b'{"x":' + b"[" * 20_000])
+def test_deeply_nested_bytes_are_refused_like_any_other_garbage(kind: type[object], data: bytes) -> None:
+    """A reader of a subscription catches CodecError alone: anything else would end its service."""
+    with pytest.raises(CodecError, match="not a valid"):
+        decode(data, kind)
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 63, 1 << 64, 10**30])
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("attempt",),
+        ("fence",),
+        ("num_prompt_tokens",),
+        ("timeout_ms",),
+        ("num_cached_tokens",),
+        ("sampling", "max_tokens"),
+        ("sampling", "seed"),
+        ("sampling", "top_k"),
+        ("grant", "generation"),
+        ("grant", "slot"),
+        ("grant", "block_ids", 0),
+    ],
+)
+def test_numbers_that_do_not_fit_into_what_comes_after_are_refused(path: tuple[str | int, ...], value: int) -> None:
+    """Rank processes get 64 bits, and no count or id is negative; the error names the place of the number."""
+    message = json.loads(encode(RUN))
+    place = message
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(CodecError, match=str(next(step for step in reversed(path) if isinstance(step, str)))):
+        decode(json.dumps(message).encode(), RunPrefill)
+
+
+def test_the_largest_numbers_that_fit_are_read() -> None:
+    """The bound is where it has to be, and not below."""
+    message = json.loads(encode(RUN))
+    message["grant"]["generation"] = message["sampling"]["seed"] = (1 << 63) - 1
+    assert decode(json.dumps(message).encode(), RunPrefill).grant.generation == (1 << 63) - 1
+
+
+def test_a_prompt_frame_keeps_its_numbers_in_range() -> None:
+    """The frames come straight from the bus into a buffer that counts by them."""
+    frame = {
+        "type": "prompt_frame",
+        "handoff_id": "r1-0",
+        "index": 0,
+        "num_frames": 1,
+        "prompt_hash": "h",
+        "ids_b64": "",
+    }
+    with pytest.raises(CodecError, match="timeout_ms"):
+        decode(json.dumps({**frame, "num_prompt_tokens": 1, "timeout_ms": 10**30}).encode(), PromptFrame)
