@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
 
 from contracts.errors import InvalidValueError
 
-_TOKEN: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+_PATTERN: Final = r"[a-z0-9][a-z0-9_-]{0,62}"
+_TOKEN: Final = re.compile(_PATTERN)
 ENTROPY_BYTES: Final = 10
+
+Token: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"\A{_PATTERN}\Z")]
+"""A field of a message that its readers put into subjects: a decoder refuses what `check_token` would."""
 
 
 def check_token(field: str, value: str) -> str:

@@ -9,6 +9,7 @@ import msgspec
 from contracts.codec import Versioned
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import ErrorInfo
+from contracts.ids import Token
 from contracts.manifest import RankManifest
 from contracts.numbers import Whole
 
@@ -56,8 +57,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
     """A worker's key in `PD_WORKERS`, put every 2 s; the bucket's time to live removes a dead worker's."""
 
-    worker_id: str
-    incarnation: str
+    worker_id: Token
+    incarnation: Token
     role: WorkerRole
     state: WorkerState
     model: str

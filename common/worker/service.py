@@ -272,9 +272,16 @@ class WorkerService(ABC):
     def take_prompt_of(self, command: RunPrefill | RunMixed) -> tuple[int, ...]:
         """The token ids of a prompt that has arrived and is now asked to run. Refuses one that is not as announced."""
         try:
-            return self.prompts.take(command.handoff_id, command.prompt_hash)
+            prompt_ids = self.prompts.take(command.handoff_id, command.prompt_hash)
         except PdmeshError as error:
             raise RefusedError(command.handoff_id, error.code, error.message) from error
+        if len(prompt_ids) != command.num_prompt_tokens:
+            raise RefusedError(
+                command.handoff_id,
+                ErrorCode.PROTOCOL,
+                f"num_prompt_tokens: {command.num_prompt_tokens} is not allowed; the rule is: {len(prompt_ids)}, as sent",
+            )
+        return prompt_ids
 
     async def run_cancels(self) -> None:
         """Obey hints to stop computing. Memory stays where it is until the broker says so.

@@ -154,7 +154,11 @@ class Completer:
         jobs: list[Job] = []
         for prompt in prompts:
             max_tokens = choose_max_tokens(
-                ask.max_tokens, num_prompt_tokens=len(prompt), limit=limit, default=self.settings.default_max_tokens
+                ask.max_tokens,
+                num_prompt_tokens=len(prompt),
+                limit=limit,
+                default=self.settings.default_max_tokens,
+                field=ask.max_tokens_field,
             )
             packed = pack_ids(prompt)
             digest = prompt_hash(packed)

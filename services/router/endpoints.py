@@ -165,8 +165,10 @@ class Endpoints:
             message = f"body: it did not come within {self.settings.body_timeout_s:g} s"
             raise PdmeshError(message, code=ErrorCode.DEADLINE_EXCEEDED) from None
         except web.RequestPayloadError as error:
-            coding = request.headers.get("Content-Encoding", "identity")
-            message = f"body: it is not what its headers say; the rule is: whole, and in the Content-Encoding {coding!r}"
+            coding = request.headers.get("Content-Encoding", "identity")[:40]
+            message = (
+                f"body: it is not what its headers say; the rule is: whole, and in the Content-Encoding {coding!r}"
+            )
             raise PdmeshError(message, code=ErrorCode.INVALID_REQUEST) from error
         return decode_body(data, kind)
 

@@ -59,6 +59,8 @@ def error_middleware(log: Log, *, retry_after_s: int) -> Middleware:
             response = error_response(info, retry_after_s=retry_after_s)
         if not response.prepared:
             response.headers[REQUEST_ID] = request_id
+            if request.content.exception() is not None:
+                response.force_close()  # where a broken body ends and the next request begins cannot be told
         return response
 
     return answer_errors

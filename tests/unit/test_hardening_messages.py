@@ -8,6 +8,7 @@ from contracts.codec import decode, encode
 from contracts.errors import CodecError
 from contracts.handoff import Grant, PartsReport, RunPrefill
 from contracts.requests import PromptFrame, SamplingParams, TokenFrame
+from contracts.workers import WorkerRecord
 
 RUN = RunPrefill(
     handoff_id="r1-0",
@@ -80,3 +81,22 @@ def test_a_prompt_frame_keeps_its_numbers_in_range() -> None:
     }
     with pytest.raises(CodecError, match="timeout_ms"):
         decode(json.dumps({**frame, "num_prompt_tokens": 1, "timeout_ms": 10**30}).encode(), PromptFrame)
+
+
+@pytest.mark.parametrize("worker_id", ["", "a.b", "*", ">", "mixed 2", "x" * 64, "decode-0\n"])
+def test_a_worker_record_whose_id_is_no_subject_token_is_refused(worker_id: str) -> None:
+    """Whoever reads it would call the worker by that name; such a record must not become a route."""
+    record = {
+        "type": "worker_record",
+        "worker_id": "decode-0",
+        "incarnation": "i1",
+        "role": "decode",
+        "state": "ready",
+        "model": "tiny",
+        "model_fingerprint": "f",
+        **dict.fromkeys(("tp", "dp", "dcp", "block_size", "num_blocks", "num_slots", "max_sequence_tokens"), 1),
+        "load": dict.fromkeys(("num_free_blocks", "num_free_slots", "num_waiting", "num_running"), 0),
+    }
+    assert decode(json.dumps(record).encode(), WorkerRecord).worker_id == "decode-0"
+    with pytest.raises(CodecError, match="worker_id"):
+        decode(json.dumps(record | {"worker_id": worker_id}).encode(), WorkerRecord)

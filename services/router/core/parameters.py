@@ -18,7 +18,10 @@ Prompt: TypeAlias = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """The parameters that all choices of one HTTP request share. `max_tokens` and `seed` may still be open."""
+    """The parameters that all choices of one HTTP request share. `max_tokens` and `seed` may still be open.
+
+    `max_tokens_field` is the name under which the client gave `max_tokens`, for errors about it.
+    """
 
     n: int
     stream: bool
@@ -33,6 +36,7 @@ class Ask:
     top_k: int
     ignore_eos: bool
     seed: int | None
+    max_tokens_field: str = "max_tokens"
 
     def sampling(self, *, max_tokens: int, seed: int, choice: int) -> SamplingParams:
         """Return what the engine is told for the `choice`-th of the `n` answers to a prompt.
@@ -82,6 +86,7 @@ def read_parameters(request: CompletionRequest | ChatRequest) -> Ask:
         top_k=max(0, top_k),
         ignore_eos=bool(request.ignore_eos),
         seed=None if request.seed is None else _seed(request.seed),
+        max_tokens_field="max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
     )
 
 
@@ -134,11 +139,13 @@ def check_token_ids(token_ids: tuple[int, ...], *, vocab_size: int, field: str =
             raise InvalidValueError(field=field, value=extreme, rule=f"token ids from 0 to {vocab_size - 1}")
 
 
-def choose_max_tokens(asked: int | None, *, num_prompt_tokens: int, limit: int, default: int) -> int:
+def choose_max_tokens(
+    asked: int | None, *, num_prompt_tokens: int, limit: int, default: int, field: str = "max_tokens"
+) -> int:
     """Return how many tokens may be generated so that prompt and answer fit into `limit` tokens.
 
     Raises `PdmeshError` (`prompt_too_long`) if the prompt leaves no room, or not the room that was asked for. The
-    default is not asked for: it shrinks to what is there.
+    default is not asked for: it shrinks to what is there. `field` is what the client calls `asked`.
     """
     room = limit - num_prompt_tokens
     if room < 1:
@@ -151,10 +158,10 @@ def choose_max_tokens(asked: int | None, *, num_prompt_tokens: int, limit: int, 
         return min(default, room)
     if asked > room:
         raise PdmeshError(
-            f"max_tokens: {asked} is too many after a prompt of {num_prompt_tokens} tokens; "
+            f"{field}: {asked} is too many after a prompt of {num_prompt_tokens} tokens; "
             f"the rule is: at most {limit} together",
             code=ErrorCode.PROMPT_TOO_LONG,
-            param="max_tokens",
+            param=field,
         )
     return asked
 
