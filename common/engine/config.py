@@ -160,7 +160,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise InvalidValueError(field=path.name, value=str(path), rule=f"a readable file ({error.strerror})") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidValueError(field=path.name, value=str(path), rule=f"valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise InvalidValueError(field=path.name, value=value, rule="a JSON object")

@@ -7,12 +7,14 @@ role, phase, attempt, num_*_tokens, bytes, duration_ms, error_code). What people
 import logging
 import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, get_args
 
 import orjson
 import structlog
 
-LEVELS: Final = ("debug", "info", "warning", "error")
+from common.runtime.settings import LogLevel
+
+LEVELS: Final[tuple[str, ...]] = get_args(LogLevel)
 
 _WITHHELD_KEYS: Final = frozenset({"prompt", "prompts", "messages", "text", "content", "token_ids"})
 

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -28,6 +28,9 @@ ROLES: Final = ("router", "broker", "prefill", "decode", "mixed", "launcher")
 ENVIRONMENT_PREFIX: Final = "PD_"
 CONFIG_VARIABLE: Final = "PD_CONFIG"
 """Names the config file, unless the command line does."""
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+"""What every service's `log_level` may be: lines below it are left out."""
 
 _SECRET_SUFFIXES: Final = ("password", "token", "secret")
 

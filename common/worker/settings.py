@@ -8,13 +8,14 @@ from typing import Annotated
 
 import msgspec
 
-from common.runtime.settings import SettingsError, SettingsProblem
+from common.runtime.settings import LogLevel, SettingsError, SettingsProblem
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from contracts.rank import CollectivesKind
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class EngineKind(StrEnum):
@@ -57,8 +58,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     release_timeout_ms: Count = 100
     deadline_grace_s: Seconds = 5.0
     drain_timeout_s: Seconds = 30.0
-    log_level: str = "info"
-    admin_port: int = 0
+    log_level: LogLevel = "info"
+    admin_port: Port = 0
 
     def __post_init__(self) -> None:
         problems = []

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from common.runtime.settings import SettingsError, SettingsProblem
+from common.runtime.settings import LogLevel, SettingsError, SettingsProblem
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 
@@ -44,7 +44,7 @@ class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_ended_s: Seconds = 60.0
     record_ttl_s: Seconds = 3600.0
     drain_timeout_s: Seconds = 30.0
-    log_level: str = "info"
+    log_level: LogLevel = "info"
     admin_port: Port = 0
 
     def __post_init__(self) -> None:

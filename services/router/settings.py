@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from common.runtime.settings import SettingsError, SettingsProblem
+from common.runtime.settings import LogLevel, SettingsError, SettingsProblem
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 
@@ -53,7 +53,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_threads: Count = 1
     inline_tokenizing_chars: Count = 4096
     drain_timeout_s: Seconds = 30.0
-    log_level: str = "info"
+    log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
         problems = []
