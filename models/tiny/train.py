@@ -46,9 +46,12 @@ def _parser() -> argparse.ArgumentParser:
         "--work", type=Path, required=True, help="folder for the tokenizer, the log and resumable states"
     )
     parser.add_argument("--export", type=Path, required=True, help="folder that receives the checkpoint")
-    parser.add_argument("--steps", type=int, default=2000, help="steps in all (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="steps in all (default: %(default)s)")
     parser.add_argument(
-        "--decay-from", type=float, default=0.7, help="share of the steps after which the learning rate falls"
+        "--until", type=int, help="stop after this step, to continue with other arguments (default: --steps)"
+    )
+    parser.add_argument(
+        "--decay-from", type=float, default=0.75, help="share of the steps after which the learning rate falls"
     )
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--text-tokens", type=int, default=1024, help="text tokens a step (default: %(default)s)")
@@ -141,8 +144,9 @@ def main() -> None:
         partial.replace(state_path)
         export(model, tokenizer, arguments.export)
 
+    last = arguments.until or arguments.steps
     started = time.perf_counter() - seconds
-    for step in range(first, arguments.steps):
+    for step in range(first, last):
         # Each step has its own stream, so that a continued run sees what an unbroken one would.
         rng = random.Random(f"{arguments.seed}/{step}")
         factor = learning_rate_at(step, arguments.steps, arguments.decay_from)
@@ -177,7 +181,7 @@ def main() -> None:
                 f"(current {curriculum.num_pairs}) tokens {num_tokens} seconds {seconds:.0f}",
                 flush=True,
             )
-        if (step + 1) % _SAVE_EVERY == 0 or step + 1 == arguments.steps:
+        if (step + 1) % _SAVE_EVERY == 0 or step + 1 == last:
             save(step + 1)
 
 
