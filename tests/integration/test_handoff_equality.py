@@ -9,37 +9,49 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+import torch
+from transformers import Qwen3_5ForCausalLM
 
 import common.engine.peers
 from common.layout.planner import ReshardPlan, plan
 from common.layout.templates import SlotTemplate
 from contracts.manifest import RankManifest, Role
-from tests.integration.handoff_pairs import CHUNK, NUM_SLOTS, Worker, hand_over, link, start_worker
+from tests.integration.handoff_pairs import BLOCK_SIZE, CHUNK, NUM_SLOTS, Worker, hand_over, link, start_worker
 from tests.integration.make_reference import hash_weights
 from tests.integration.reference_prompts import MIN_MARGIN, NUM_OUTPUT_TOKENS, random_model
-from tests.integration.stored_reference import StoredReference, load_reference
+from tests.integration.stored_reference import StoredPrompt, StoredReference, load_reference
 
 SIZES = (1, 2, 4)
 PAIRS = [(prefill, decode) for prefill in SIZES for decode in SIZES]
 BATCH = NUM_SLOTS
+SHIPPED = Path(__file__).resolve().parents[2] / "models" / "tiny"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def tokens_reference() -> StoredReference:
-    """32 prompts of 1 to 600 tokens with the reference's output, no step of it close to call."""
-    return load_reference("random")
+@pytest.fixture(scope="module", params=["random", "tiny"])
+def tokens_reference(request: pytest.FixtureRequest) -> tuple[str, StoredReference]:
+    """Which checkpoint, and 32 prompts of 1 to 600 tokens with the reference's output, no step of it close to call."""
+    return str(request.param), load_reference(request.param)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tokens_reference: StoredReference, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random checkpoint that the stored outputs belong to."""
-    model = random_model()
-    assert hash_weights(model) == tokens_reference.weights_sha256
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder)
+def checkpoint(tokens_reference: tuple[str, StoredReference], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that the stored outputs belong to: a random one as `save_pretrained` writes it, and the shipped one."""
+    name, stored = tokens_reference
+    folder = SHIPPED
+    if name == "random":
+        folder = tmp_path_factory.mktemp("checkpoint")
+        random_model().save_pretrained(folder)
+    model = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert hash_weights(model) == stored.weights_sha256
     return folder
+
+
+@pytest.fixture
+def prompts(tokens_reference: tuple[str, StoredReference]) -> tuple[StoredPrompt, ...]:
+    """The prompts of the checkpoint."""
+    return tokens_reference[1].prompts
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -59,30 +71,30 @@ async def workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
             await worker.group.stop()
 
 
-async def test_the_prompts_cover_chunks_and_partial_blocks(tokens_reference: StoredReference) -> None:
+async def test_the_prompts_cover_chunks_and_partial_blocks(prompts: tuple[StoredPrompt, ...]) -> None:
     """32 prompts; at least 6 of them need three chunks or more and end inside a block."""
-    prompts = [prompt.token_ids for prompt in tokens_reference.prompts]
-    hard = [len(prompt) for prompt in prompts if len(prompt) > 2 * CHUNK and len(prompt) % 16]
-    assert len(prompts) == 32
-    assert (min(map(len, prompts)), max(map(len, prompts))) == (1, 600)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    hard = [length for length in lengths if length > 2 * CHUNK and length % BLOCK_SIZE]
+    assert len(lengths) == 32
+    assert (min(lengths), max(lengths)) == (1, 600)
     assert len(hard) >= 6
-    assert min(margin for prompt in tokens_reference.prompts for margin in prompt.margins) >= MIN_MARGIN
+    assert min(margin for prompt in prompts for margin in prompt.margins) >= MIN_MARGIN
 
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 async def test_every_pair_of_sizes_gives_the_reference_tokens(
-    tokens_reference: StoredReference, workers: dict[str, Worker], prefill: int, decode: int
+    prompts: tuple[StoredPrompt, ...], workers: dict[str, Worker], prefill: int, decode: int
 ) -> None:
     """64 tokens of each of 32 prompts, decoded where they were not prefilled, equal the reference without exception."""
     source, destination = workers[f"p{prefill}"], workers[f"d{decode}"]
-    for start in range(0, len(tokens_reference.prompts), BATCH):
-        batch = tokens_reference.prompts[start : start + BATCH]
+    for start in range(0, len(prompts), BATCH):
+        batch = prompts[start : start + BATCH]
         outputs = await hand_over(source, destination, [prompt.token_ids for prompt in batch], NUM_OUTPUT_TOKENS)
         assert outputs == [prompt.output_ids for prompt in batch]
 
 
 async def test_conv_as_one_slab_is_seen(
-    tokens_reference: StoredReference, workers: dict[str, Worker], monkeypatch: pytest.MonkeyPatch
+    prompts: tuple[StoredPrompt, ...], workers: dict[str, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check can fail: a plan that moves each rank's conv state as one slab, two ranks into one, changes tokens."""
 
@@ -108,7 +120,7 @@ async def test_conv_as_one_slab_is_seen(
     monkeypatch.setattr(common.engine.peers, "plan", slab_plan)
     await link(source, destination)
     try:
-        batch = tokens_reference.prompts[:BATCH]
+        batch = prompts[:BATCH]
         outputs = await hand_over(source, destination, [prompt.token_ids for prompt in batch], NUM_OUTPUT_TOKENS)
     finally:
         monkeypatch.undo()

@@ -1,0 +1,187 @@
+"""Looks at a running mesh from outside: its processes in `/proc`, its workers' tables, NATS itself, its events as plain JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Self
+
+import aiohttp
+import msgspec
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from common.runtime.clock import Deadline, SystemClock
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.subjects import WorkerVerb
+from contracts.workers import ScanWorker, WorkerRecord, WorkerScan
+from loadtest.mesh import Mesh
+
+DEADLINE_S: Final = 60.0
+_POLL_S: Final = 0.1
+
+Event = dict[str, Any]
+
+
+class Holdings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a mesh holds at one moment. Two of an idle mesh are equal, whatever it did in between."""
+
+    processes: tuple[tuple[str, int, int], ...]
+    """Command, open descriptors and anonymous memory of each process, the launcher's descendants; of the NATS server, which
+    opens and closes files of its store as it likes, only that it is there.
+    """
+    tables: tuple[tuple[str, tuple[str, ...], tuple[int, ...], tuple[int, ...], int], ...]
+    """Of each worker: handoffs, blocks, slots, prompt buffers, found by walking its tables."""
+    rank_sequences: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[str, int], ...]
+    """JetStream streams and how many consumers each has."""
+
+
+class Probe:
+    """One mesh, seen from outside. A context: it holds a NATS connection of its own."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.url = mesh.url
+        self.events: list[Event] = []
+        self._news = asyncio.Event()
+        self._nats: Client | None = None
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._nats = await nats.connect(self.mesh.nats_url)
+        await self._nats.subscribe("pd.v1.ev.>", cb=self._note)
+        await self._nats.flush()
+        # A connection kept alive would count among the router's descriptors.
+        connector = aiohttp.TCPConnector(force_close=True)
+        self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._http is not None:
+            await self._http.close()
+        if self._nats is not None:
+            await self._nats.close()
+
+    async def _note(self, message: Msg) -> None:
+        self.events.append(json.loads(message.data))
+        self._news.set()
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """A session with the router."""
+        assert self._http is not None
+        return self._http
+
+    @property
+    def nats(self) -> Client:
+        """The connection to the mesh's NATS server."""
+        assert self._nats is not None
+        return self._nats
+
+    async def model(self) -> str:
+        """The name of the model that is served."""
+        async with self.http.get(f"{self.url}/v1/models") as response:
+            return str((await response.json())["data"][0]["id"])
+
+    async def complete(self, prompt: list[int] | str, max_tokens: int, **parameters: Any) -> dict[str, Any]:
+        """One completion, not streamed: its first choice, with `usage` beside it."""
+        body = {"model": await self.model(), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **parameters}
+        body |= {"return_token_ids": True}
+        async with self.http.post(f"{self.url}/v1/completions", json=body) as response:
+            content = await response.json()
+            assert response.status == 200, content
+            return dict(content["choices"][0]) | {"usage": content["usage"], "id": content["id"]}
+
+    async def event(self, wanted: Callable[[Event], bool]) -> Event:
+        """The first event that is wanted, among those seen and those to come."""
+        seen = 0
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                self._news.clear()
+                for event in self.events[seen:]:
+                    seen += 1
+                    if wanted(event):
+                        return event
+                await self._news.wait()
+
+    def of_request(self, request_id: str) -> list[Event]:
+        """The events of one request so far."""
+        return [event for event in self.events if event["request_id"] == request_id]
+
+    async def scan(self, role: str, worker_id: str) -> WorkerScan:
+        """What a worker finds when it looks at itself."""
+        subject = subjects.worker_rpc(role, worker_id, WorkerVerb.SCAN)
+        reply = await self.nats.request(subject, encode(ScanWorker()), timeout=10)
+        return decode(reply.data, WorkerScan)
+
+    async def workers(self) -> list[WorkerRecord]:
+        """The records of all workers."""
+        stream, prefix = f"KV_{subjects.WORKERS_BUCKET}", f"$KV.{subjects.WORKERS_BUCKET}."
+        ask = json.dumps({"subjects_filter": f"{prefix}>"}).encode()
+        info = json.loads((await self.nats.request(f"$JS.API.STREAM.INFO.{stream}", ask)).data)
+        found = []
+        for subject in sorted(info["state"]["subjects"]):
+            last = (await self.nats.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"")).data
+            found.append(decode(last, WorkerRecord))
+        return found
+
+    async def holdings(self) -> Holdings:
+        """What the mesh holds now."""
+        scans = [await self.scan(record.role, record.worker_id) for record in await self.workers()]
+        return Holdings(
+            processes=tuple(sorted(_process(pid) for pid in descendants(self.mesh.pid))),
+            tables=tuple(
+                (scan.worker_id, scan.handoff_ids, scan.held_blocks, scan.held_slots, scan.num_prompt_buffers)
+                for scan in scans
+            ),
+            rank_sequences=tuple(seqs for scan in scans for seqs in scan.rank_sequences),
+            consumers=await self._consumers(),
+        )
+
+    async def settled(self, baseline: Holdings) -> Holdings:
+        """What the mesh holds once that is the baseline, or at the deadline."""
+        clock = SystemClock()
+        deadline = Deadline.after(clock, DEADLINE_S)
+        while (now := await self.holdings()) != baseline and not deadline.passed:
+            await clock.sleep(_POLL_S)
+        return now
+
+    async def _consumers(self) -> tuple[tuple[str, int], ...]:
+        streams = json.loads((await self.nats.request("$JS.API.STREAM.NAMES", b"")).data)["streams"]
+        found = []
+        for stream in sorted(streams):
+            answer = json.loads((await self.nats.request(f"$JS.API.CONSUMER.NAMES.{stream}", b"")).data)
+            found.append((stream, int(answer["total"])))
+        return tuple(found)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one, itself left out."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            children = [int(word) for word in (task / "children").read_text(encoding="ascii").split()]
+        except FileNotFoundError:
+            continue
+        for child in children:
+            found += [child, *descendants(child)]
+    return found
+
+
+def _process(pid: int) -> tuple[str, int, int]:
+    links = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.append(str(entry.readlink()))
+        except FileNotFoundError:
+            continue
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    if words[0].endswith(b"nats-server"):
+        return "nats-server", 0, 0
+    name = b" ".join(word for word in words if b"services." in word or b"forkserver" in word)
+    return name.decode()[:60], len(links), sum("memfd:" in link for link in links)
