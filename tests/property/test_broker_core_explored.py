@@ -148,7 +148,8 @@ def perform(world: World, effect: fx.Effect, offer: Offer, *, outages: bool) -> 
                 assert world.handoff.finished is not None, "committed before prefill finished"
                 assert world.handoff.stored is not None
                 assert world.handoff.stored.state is HandoffState.COMMITTED, "committed before the bucket took it"
-            yield msgspec.structs.replace(world, told=world.told | {role}, num_commits=commits)
+            roles = {role, WorkerRole.PREFILL} if isinstance(effect, fx.AskReserve) else {role}  # it has the prompt
+            yield msgspec.structs.replace(world, told=world.told | roles, num_commits=commits)
         case fx.AskRelease(role=role, message=message):
             assert role in world.told, "released one that was never told"
             again = message.reason == "the handoff has ended"

@@ -131,9 +131,17 @@ def test_a_release_stands_for_the_rest_of_the_deadline() -> None:
     handoff = reserving()
     handoff, _ = step(handoff, ev.CancelRequested(at_ns=5 * SECOND, reason="gone"))
     _, effects = step(handoff, ev.RecordStored(at_ns=5 * SECOND, write=2, revision=2))
-    (release,) = [effect for effect in effects if isinstance(effect, fx.AskRelease)]
-    assert release.role is WorkerRole.DECODE
-    assert release.message.tombstone_ms == 6_000 + 2_000
+    releases = [effect for effect in effects if isinstance(effect, fx.AskRelease)]
+    assert [release.role for release in releases] == [WorkerRole.DECODE, WorkerRole.PREFILL]
+    assert {release.message.tombstone_ms for release in releases} == {6_000 + 2_000}
+
+
+def test_a_refused_reserve_releases_prefill_which_holds_the_prompt() -> None:
+    """The router sent it there before it asked here; nobody else would tell that worker that it is not wanted."""
+    error = ErrorInfo(code=ErrorCode.OVERLOADED, message="no slot is free")
+    handoff, _ = step(reserving(), ev.AskRefused(at_ns=SECOND, ask=ev.Ask.RESERVE, error=error))
+    _, effects = step(handoff, ev.RecordStored(at_ns=SECOND, write=2, revision=2))
+    assert WorkerRole.PREFILL in {effect.role for effect in effects if isinstance(effect, fx.AskRelease)}
 
 
 def test_an_acceptance_after_the_end_is_answered_by_a_release() -> None:

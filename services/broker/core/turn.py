@@ -83,6 +83,7 @@ class Turn:
             self.ask_run(WorkerRole.MIXED)
             return
         self.tell(WorkerRole.DECODE)
+        self.tell(WorkerRole.PREFILL)  # of nothing yet, but it has the prompt from the router
         message = messages.reserve(self.handoff, self.at_ns)
         self.effects.append(AskReserve(worker=workers[WorkerRole.DECODE], message=message))
 
