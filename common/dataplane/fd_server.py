@@ -48,8 +48,12 @@ class FdServer:
 
     def __init__(self, directory: Path) -> None:
         """Listen on a new socket in `directory` (made if missing, for this user alone) and clear away sockets of dead processes."""
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        remove_dead_sockets(directory)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_dead_sockets(directory)
+        except OSError as error:
+            text = f"socket directory (transport_dir): {str(directory)!r} cannot be used: {error.strerror}"
+            raise DataPlaneError(text) from error
         name = f"{_PREFIX}{os.urandom(6).hex()}.sock"
         self.path: Final = directory / name
         if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from common.bus.errors import BusError, RevisionConflict, StorageRefused
@@ -75,15 +76,22 @@ class Records:
                 return RecordConflict(at_ns=now_ns, write=effect.write, found=found, revision=held)
             return RecordStored(at_ns=self._clock.monotonic_ns(), write=effect.write, revision=revision)
 
-    async def unfinished(self) -> list[tuple[HandoffRecord, int]]:
-        """Every record that is not terminal, with its revision. Raises `BusError`, `CodecError`."""
+    async def unfinished(self, unreadable: Callable[[str, CodecError], None]) -> list[tuple[HandoffRecord, int]]:
+        """Every record that is not terminal, with its revision. Raises `BusError`.
+
+        What is no record is left where it is, and told to `unreadable` with its key.
+        """
         bucket = self._opened()
         found: list[tuple[HandoffRecord, int]] = []
         for key in await bucket.keys():
             entry = await bucket.get(key)
             if entry is None:
                 continue
-            record = decode(entry.value, HandoffRecord)
+            try:
+                record = decode(entry.value, HandoffRecord)
+            except CodecError as error:
+                unreadable(key, error)
+                continue
             if not record.state.terminal:
                 found.append((record, entry.revision))
         return found

@@ -16,7 +16,7 @@ from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
 from contracts import ids
-from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
+from contracts.errors import CodecError, ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
 from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.requests import Accepted, CancelRequest, DisaggregatedRoute, MixedRoute, SubmitRequest, WorkerRef
 from services.broker.calls import Calls
@@ -251,7 +251,7 @@ class Broker:
 
     async def recover(self) -> int:
         """Take over what an earlier broker left unfinished; return how much that is. Raises `BusError`."""
-        unfinished = await self._records.unfinished()
+        unfinished = await self._records.unfinished(self._unreadable)
         now_ns = self._clock.monotonic_ns()
         for record, revision in unfinished:
             deadline = Deadline.after(self._clock, _seconds_left(record, self._clock.wall_time()))
@@ -261,6 +261,9 @@ class Broker:
             self._keep(handoff, effects, deadline)
             self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
         return len(unfinished)
+
+    def _unreadable(self, key: str, error: CodecError) -> None:
+        self._log.error("handoff_record_unreadable", handoff_id=key, error_code=error.code, reason=error.message)
 
     async def run_sweeps(self) -> None:
         """Notice what silence tells: deadlines, workers that are gone, ended handoffs that nobody asks for any more."""
