@@ -5,7 +5,7 @@
 Both go over the same two shared regions, at positions that move on through 256 MiB so that caches do not flatter, and take turns,
 so that a busy machine is equally busy for both. Time is that of the thread on its core, without what it waited for one. A batch is cut into pieces of one size, as a reshard from two ranks to one cuts
 them: packed at the source, every second place at the destination. "regular" pieces follow each other (blocks in a row);
-"shuffled" pieces do not (blocks as a worn allocator hands them out). Medians, in GB/s, and the ratio to memcpy.
+"shuffled" pieces do not (blocks as a worn allocator hands them out). Batches are bound before, as for all but the first layer of a chunk. Medians, in GB/s, and the ratio to memcpy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import Final
 
 from common.dataplane.port import Outcome, WriteGrant
 from common.dataplane.shm import ShmDataPlane
+from common.layout.joining import batch_of
 from common.layout.run import Run
+from common.layout.run_batch import RunBatch
 from common.runtime.clock import SystemClock
 
 REGION_BYTES: Final = 256 << 20
@@ -88,9 +90,9 @@ def main() -> None:
         cases = [(0, False), *((piece, False) for piece in PIECE_BYTES), *((piece, True) for piece in PIECE_BYTES)]
         for piece, shuffled in cases:
             starts = {turn * 2 * nbytes % (REGION_BYTES - 2 * nbytes) for turn in range(2 * options.rounds)}
-            batches = {start: pieces_of(nbytes, piece, start, shuffled=shuffled) for start in starts}
+            batches = {start: batch_of(pieces_of(nbytes, piece, start, shuffled=shuffled)) for start in starts}
 
-            def push_pieces(start: int, batches: dict[int, list[Run]] = batches) -> None:
+            def push_pieces(start: int, batches: dict[int, RunBatch] = batches) -> None:
                 push(batches[start])
 
             plain, pushed = median_rates(nbytes, (copy, push_pieces), options.rounds)

@@ -115,7 +115,13 @@ def measure_pushes(settings: LoadSettings, clock: Clock, say: Say) -> list[PushF
         say(f"pushes of {num_tokens} tokens, {name}")
         with bench(name, shape, source_tp=2, destination_tp=1, clock=clock) as each:
             figures += [
-                each.measure(num_tokens=num_tokens, repeats=settings.push_repeats, scattered=scattered)
+                each.measure(
+                    num_tokens=num_tokens,
+                    repeats=settings.push_repeats,
+                    scattered=scattered,
+                    full_queue=full_queue,
+                )
                 for scattered in (False, True)
+                for full_queue in (False, True)
             ]
     return figures

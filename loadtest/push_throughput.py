@@ -1,8 +1,11 @@
 """How fast a handoff's bytes move through the data plane, beside plain memcpy of as many bytes in the same regions.
 
-One process, the real port and the real runs of a plan: one `write` a part, as a rank's pusher does it. Pushes and memcpy
-take turns write by write, and sequences are rotated so that processor caches do not flatter either. Of each write the median
-over all repetitions counts: what another program takes of the processor meanwhile hits few of them.
+One process, the real port, and the function that a rank's pusher calls. It writes at once what its queue holds of a sequence, so
+both ends of that are measured: a write for what one layer has ready, and writes as a pusher makes them that is never without work.
+A push binds what it writes (a chunk's blocks once for all layers, as in a rank); beside it the same write is measured with
+everything bound before. Pushes, writes and memcpy take turns write by write, and sequences are rotated so that processor caches
+do not flatter any. Of each write the median over all repetitions counts: what another program takes of the processor meanwhile
+hits few of them.
 """
 
 from __future__ import annotations
@@ -10,23 +13,29 @@ from __future__ import annotations
 import ctypes
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from common.dataplane.port import Outcome, Region, RemoteRegion, WriteGrant
+from common.dataplane.port import Outcome, Region, RemoteRegion, TransferResult, WriteGrant
 from common.dataplane.shm import ShmDataPlane
-from common.layout.bind import bind_extents, bind_slot, extents
+from common.engine.peers import Peer
+from common.engine.push_write import PushPart, cells_of, write_parts
+from common.engine.pusher import MAX_BATCHED
+from common.layout.bind import TokenChunk
+from common.layout.part_copies import PartCopies
 from common.layout.planner import ReshardPlan, plan
 from common.layout.region import lay_out
-from common.layout.run import Run
+from common.layout.run_batch import RunBatch
 from common.layout.shape import CacheShape
-from common.layout.templates import PagedTemplate
+from common.layout.templates import CopyTemplate
 from common.runtime.clock import Clock
 from contracts.errors import PdmeshError
+from contracts.handoff import Grant
 from contracts.manifest import Coordinates, PlannedPart
 from loadtest.report import Report, Table, number
 from loadtest.statistics import median
@@ -42,29 +51,39 @@ _LINK_S: Final = 10.0
 class PushFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One shape and one placement of blocks. Rates in GB/s (1e9 bytes), from the sum of each write's median time.
 
-    `overhead_us_per_write` is what a push takes beyond the memcpy; `bind_ms` is what binding all parts of one request took.
+    `queue` is "one layer" or "full". A push is binding and writing, a write is that alone. The ratios are memcpy's time over theirs. `overhead_us_per_write` is what
+    a push takes beyond the memcpy; `bind_ms` is what pushes of one request take beyond writes: the binding.
     """
 
     shape: str
     blocks: str
+    queue: str
     num_bytes: int
     num_writes: int
     num_runs: int
     push_gb_per_s: float
+    write_gb_per_s: float
     memcpy_gb_per_s: float
     ratio: float
+    write_ratio: float
     overhead_us_per_write: float
     bind_ms: float
 
 
 class _Write(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of one sequence, bound."""
+    """Parts of one sequence that are ready together for one destination rank, bound and to be bound."""
 
-    source: int
-    destination: int
-    runs: tuple[Run, ...]
+    copies: tuple[PartCopies, ...]
+    batch: RunBatch
     grant: WriteGrant
-    num_bytes: int
+
+
+class _Sequence(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the rotated sequences."""
+
+    grant: Grant
+    num_tokens: int
+    writes: tuple[_Write, ...]
 
 
 @contextmanager
@@ -106,108 +125,146 @@ class PushBench:
     ) -> None:
         self._name = name
         self._shape = shape
-        self._plan = compiled
         self._sources = sources
         self._destinations = destinations
-        self._remotes = remotes
         self._clock = clock
         self._source_at = [_address(region) for region in sources]
         self._destination_at = [_address(region) for region in destinations]
+        self._peer = Peer(
+            parts={}, regions=dict(enumerate(remotes)), num_blocks=shape.num_blocks, num_slots=shape.num_slots
+        )
+        by_part: dict[PlannedPart, list[CopyTemplate]] = {}
+        for template in compiled.templates:
+            by_part.setdefault(template.part, []).append(template)
+        self._parts = [PartCopies(part, found) for part, found in by_part.items()]
 
-    def measure(self, *, num_tokens: int, repeats: int, scattered: bool) -> PushFigures:
+    def measure(self, *, num_tokens: int, repeats: int, scattered: bool, full_queue: bool) -> PushFigures:
         """Push each of the rotated sequences `repeats` times. Raises PdmeshError if a push fails."""
-        began_ns = self._clock.monotonic_ns()
-        sequences = [self._bind(slot, num_tokens, scattered=scattered) for slot in range(NUM_SEQUENCES)]
-        bind_ms = (self._clock.monotonic_ns() - began_ns) / 1e6 / NUM_SEQUENCES
-        num_bytes = sum(write.num_bytes for write in sequences[0])
-        pushes: list[list[int]] = []
-        copies: list[list[int]] = []
+        batches = self._batches(full_queue=full_queue)
+        sequences = [self._bind(batches, slot, num_tokens, scattered=scattered) for slot in range(NUM_SEQUENCES)]
+        writes = sequences[0].writes
+        num_bytes = sum(write.batch.nbytes for write in writes)
+        samples: list[list[list[int]]] = [[], [], []]
         for turn in range((repeats + 1) * NUM_SEQUENCES):
-            pushed, copied = (sequences[(turn + shift) % NUM_SEQUENCES] for shift in (0, 1))
-            push_ns, copy_ns = self._take_turns(pushed, copied)
+            times = self._take_turns([sequences[(turn + shift) % NUM_SEQUENCES] for shift in range(len(samples))])
             if turn >= NUM_SEQUENCES:  # the first time round is for the page tables
-                pushes.append(push_ns)
-                copies.append(copy_ns)
-        push_total_ns, copy_total_ns = sum_of_medians(pushes), sum_of_medians(copies)
+                for held, found in zip(samples, times, strict=True):
+                    held.append(found)
+        push_ns, write_ns, copy_ns = map(sum_of_medians, samples)
         return PushFigures(
             shape=self._name,
             blocks="scattered" if scattered else "in order",
+            queue="full" if full_queue else "one layer",
             num_bytes=num_bytes,
-            num_writes=len(sequences[0]),
-            num_runs=sum(len(write.runs) for write in sequences[0]),
-            push_gb_per_s=num_bytes / push_total_ns,
-            memcpy_gb_per_s=num_bytes / copy_total_ns,
-            ratio=copy_total_ns / push_total_ns,
-            overhead_us_per_write=(push_total_ns - copy_total_ns) / len(sequences[0]) / 1e3,
-            bind_ms=bind_ms,
+            num_writes=len(writes),
+            num_runs=sum(len(write.batch) for write in writes),
+            push_gb_per_s=num_bytes / push_ns,
+            write_gb_per_s=num_bytes / write_ns,
+            memcpy_gb_per_s=num_bytes / copy_ns,
+            ratio=copy_ns / push_ns,
+            write_ratio=copy_ns / write_ns,
+            overhead_us_per_write=(push_ns - copy_ns) / len(writes) / 1e3,
+            bind_ms=(push_ns - write_ns) / 1e6,
         )
 
-    def _bind(self, slot: int, num_tokens: int, *, scattered: bool) -> list[_Write]:
-        """Every part of one sequence as one write, in the order of the layers."""
+    def _batches(self, *, full_queue: bool) -> list[tuple[PartCopies, ...]]:
+        """The parts that leave together, in the order of the layers."""
+        queues: dict[tuple[int, ...], list[PartCopies]] = {}
+        for copies in self._parts:
+            part = copies.part
+            link = part.src_rank, part.dst_rank
+            queues.setdefault(link if full_queue else (part.layer, *link), []).append(copies)
+        return [
+            tuple(queue[first : first + MAX_BATCHED])
+            for queue in queues.values()
+            for first in range(0, len(queue), MAX_BATCHED)
+        ]
+
+    def _bind(
+        self, batches: Iterable[tuple[PartCopies, ...]], slot: int, num_tokens: int, *, scattered: bool
+    ) -> _Sequence:
+        """One sequence with its writes bound."""
         block_size, num_blocks = self._shape.block_size, self._shape.num_blocks
         per_sequence = -(-num_tokens // block_size)
         order = list(range(num_blocks))
         if scattered:
             random.Random(f"blocks/{num_blocks}").shuffle(order)
-        ids = order[slot * per_sequence : (slot + 1) * per_sequence]
-        by_part: dict[PlannedPart, list[Run]] = {}
-        for template in self._plan.templates:
-            runs = by_part.setdefault(template.part, [])
-            if isinstance(template, PagedTemplate):
-                part = template.part
-                runs += bind_extents(
-                    template,
-                    extents(ids, ids, 0, num_tokens, block_size, modulus=part.modulus, residue=part.residue),
-                )
-            else:
-                runs += bind_slot(template, slot, slot)
+        ids = tuple(order[slot * per_sequence : (slot + 1) * per_sequence])
+        grant = Grant(worker_id="decode", incarnation="decode", generation=_GENERATION, block_ids=ids, slot=slot)
+        chunk = self._chunk(grant, num_tokens)
         lock_cell = num_blocks + slot
-        grant = WriteGrant(lock_cell=lock_cell, cells=(*ids, lock_cell), generation=_GENERATION)
-        return [
-            _Write(
-                source=part.src_rank,
-                destination=part.dst_rank,
-                runs=tuple(runs),
-                grant=grant,
-                num_bytes=sum(run.nbytes for run in runs),
+        writes: list[_Write] = []
+        for copies in batches:
+            parts = [_ready(each, chunk, slot) for each in copies]
+            cells = cells_of(parts, lock_cell)
+            writes.append(
+                _Write(
+                    copies=copies,
+                    batch=RunBatch(placed for each in parts for placed in each.place(slot)),
+                    grant=WriteGrant(lock_cell=lock_cell, cells=cells, generation=_GENERATION),
+                )
             )
-            for part, runs in by_part.items()
-        ]
+        return _Sequence(grant=grant, num_tokens=num_tokens, writes=tuple(writes))
 
-    def _take_turns(self, pushed: Sequence[_Write], copied: Sequence[_Write]) -> tuple[list[int], list[int]]:
-        """Push one sequence and copy another, write by write in turns; return the nanoseconds of each write."""
+    def _chunk(self, grant: Grant, num_tokens: int) -> TokenChunk:
+        return TokenChunk(grant.block_ids, grant.block_ids, 0, num_tokens, self._shape.block_size)
+
+    def _take_turns(self, sequences: Sequence[_Sequence]) -> tuple[list[int], list[int], list[int]]:
+        """Push one sequence, write another and copy a third, write by write in turns; return the nanoseconds of each."""
         deadline = self._clock.monotonic() + _DEADLINE_S
-        push_ns: list[int] = []
-        copy_ns: list[int] = []
-        for place, (push, copy) in enumerate(zip(pushed, copied, strict=True)):
-            if place % 2:
-                copy_ns.append(self._copy(copy))
-                push_ns.append(self._push(push, deadline))
-            else:
-                push_ns.append(self._push(push, deadline))
-                copy_ns.append(self._copy(copy))
-        return push_ns, copy_ns
+        pushed, written, copied = sequences
+        # Chunks that nothing is bound of yet, one for each source rank: the first write binds for all layers, as in a rank.
+        chunks = [self._chunk(pushed.grant, pushed.num_tokens) for _ in self._sources]
+        times: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for place, write in enumerate(pushed.writes):
+            chunk = chunks[write.copies[0].part.src_rank]
+            actions = (
+                partial(self._push, pushed.grant, write, chunk, deadline),
+                partial(self._write, written.writes[place], deadline),
+                partial(self._copy, copied.writes[place]),
+            )
+            for shift in range(len(actions)):
+                index = (place + shift) % len(actions)
+                times[index].append(actions[index]())
+        return times
 
-    def _push(self, write: _Write, deadline: float) -> int:
-        """Nanoseconds that the data plane takes for one write."""
-        region, remote = self._sources[write.source], self._remotes[write.destination]
+    def _push(self, grant: Grant, write: _Write, chunk: TokenChunk, deadline: float) -> int:
+        """Nanoseconds that a pusher takes to bind and write what is ready."""
+        part = write.copies[0].part
+        region = self._sources[part.src_rank]
         began_ns = self._clock.monotonic_ns()
-        result = remote.write(write.runs, region, write.grant, deadline)
+        parts = [_ready(each, chunk, grant.slot) for each in write.copies]
+        result = write_parts(self._peer, part.dst_rank, grant, parts, region, None, deadline)
+        return self._took(began_ns, result, write)
+
+    def _write(self, write: _Write, deadline: float) -> int:
+        """Nanoseconds that the data plane takes for a write that is bound."""
+        part = write.copies[0].part
+        region, remote = self._sources[part.src_rank], self._peer.regions[part.dst_rank]
+        began_ns = self._clock.monotonic_ns()
+        result = remote.write(write.batch, region, write.grant, deadline)
+        return self._took(began_ns, result, write)
+
+    def _took(self, began_ns: int, result: TransferResult, write: _Write) -> int:
         took_ns = self._clock.monotonic_ns() - began_ns
-        if result.outcome is not Outcome.DONE or result.nbytes != write.num_bytes:
+        if result.outcome is not Outcome.DONE or result.nbytes != write.batch.nbytes:
             raise PdmeshError(f"a push of {self._name} ended {result.outcome.value}: {result.reason}")
         return took_ns
 
     def _copy(self, write: _Write) -> int:
-        """Nanoseconds of one memcpy of as many bytes as `write` has, in a row, from where its first run begins."""
-        source, destination = self._sources[write.source], self._destinations[write.destination]
-        first = write.runs[0]
-        source_at = min(first.local_offset, source.descriptor.length - write.num_bytes)
-        destination_at = min(first.remote_offset, destination.descriptor.length - write.num_bytes)
-        to = self._destination_at[write.destination] + destination_at
-        origin = self._source_at[write.source] + source_at
+        """Nanoseconds of plain memcpy of the bytes of `write`: each part's in a row, from where its first piece begins."""
+        part = write.copies[0].part
+        source, destination = self._sources[part.src_rank], self._destinations[part.dst_rank]
+        calls = []
+        for placed in write.batch.placed:
+            first, num_bytes = next(placed.runs()), placed.pattern.nbytes
+            source_at = min(first.local_offset, source.descriptor.length - num_bytes)
+            destination_at = min(first.remote_offset, destination.descriptor.length - num_bytes)
+            to = self._destination_at[part.dst_rank] + destination_at
+            calls.append((to, self._source_at[part.src_rank] + source_at, num_bytes))
         began_ns = self._clock.monotonic_ns()
-        ctypes.memmove(to, origin, write.num_bytes)
+        for to, origin, num_bytes in calls:
+            ctypes.memmove(to, origin, num_bytes)
         return self._clock.monotonic_ns() - began_ns
 
 
@@ -217,12 +274,14 @@ def report_push(report: Report, figures: Sequence[PushFigures]) -> None:
         (
             each.shape,
             each.blocks,
+            each.queue,
             number(each.num_bytes / 1e6),
             str(each.num_writes),
             str(each.num_runs),
             number(each.push_gb_per_s),
             number(each.memcpy_gb_per_s),
             number(each.ratio),
+            number(each.write_ratio),
             number(each.overhead_us_per_write, 1),
             number(each.bind_ms),
         )
@@ -231,20 +290,32 @@ def report_push(report: Report, figures: Sequence[PushFigures]) -> None:
     header = (
         "caches",
         "blocks",
+        "queue",
         "MB",
         "writes",
         "runs",
         "push GB/s",
         "memcpy GB/s",
-        "ratio",
+        "bind + write",
+        "write only",
         "more us a write",
         "bind ms",
     )
-    report.add(Table(title="push over memcpy (one process, one thread)", header=header, rows=rows, num_names=2))
+    report.add(
+        Table(
+            title="push over memcpy (one process, one thread; ratios to memcpy)", header=header, rows=rows, num_names=3
+        )
+    )
     report.put("push_throughput", list(figures))
     for each in figures:
         shown = f"{number(each.ratio)} of memcpy (aim: at least {THROUGHPUT_AIM})"
-        report.aim(f"push of {each.shape}, blocks {each.blocks}", shown, met=each.ratio >= THROUGHPUT_AIM)
+        report.aim(
+            f"push of {each.shape}, blocks {each.blocks}, queue: {each.queue}", shown, met=each.ratio >= THROUGHPUT_AIM
+        )
+
+
+def _ready(copies: PartCopies, chunk: TokenChunk, slot: int) -> PushPart:
+    return PushPart(copies=copies, chunk=None if copies.is_state else chunk, slot=slot)
 
 
 def sum_of_medians(repetitions: Sequence[Sequence[int]]) -> float:

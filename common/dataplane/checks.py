@@ -6,20 +6,28 @@ from collections.abc import Sequence
 
 from common.dataplane.port import WriteGrant
 from common.layout.run import Run
+from common.layout.run_batch import RunBatch
 
 
 def check_grant(grant: WriteGrant, num_cells: int) -> str:
     """Why `grant` cannot be one of a region with `num_cells` cells; "" when it can."""
     if not grant.cells:
         return "the grant names no cell"
-    for cell in (*grant.cells, grant.lock_cell):
-        if not 0 <= cell < num_cells:
-            return f"the grant names cell {cell}, outside [0, {num_cells})"
+    if not 0 <= grant.lock_cell < num_cells:
+        return f"the grant names cell {grant.lock_cell}, outside [0, {num_cells})"
+    if min(grant.cells) < 0 or max(grant.cells) >= num_cells:
+        wrong = next(cell for cell in grant.cells if not 0 <= cell < num_cells)
+        return f"the grant names cell {wrong}, outside [0, {num_cells})"
     return ""
 
 
 def check_runs(runs: Sequence[Run], local_length: int, remote_length: int) -> str:
-    """Why `runs` may not be copied between data of these lengths; "" when they may."""
+    """Why `runs` may not be copied between data of these lengths; "" when they may.
+
+    The patterns of a batch know the first and the last byte that they touch: when these are within bounds, so is every run.
+    """
+    if isinstance(runs, RunBatch) and all(each.is_within(local_length, remote_length) for each in runs.placed):
+        return ""
     for index, run in enumerate(runs):
         if run.length < 0 or run.count < 0:
             return f"run {index}: length {run.length} and count {run.count} must not be negative"

@@ -1,196 +1,177 @@
-"""Copies batches of runs between two mapped memories at the speed of memcpy.
+"""Copies the pieces of a batch between two mapped memories at the speed of memcpy.
 
-What costs is not the copying but the calls: a piece of 2 KiB takes 0.4 µs to copy and over 1 µs to ask for from Python. So
-pieces at a regular distance are handed over as one strided copy (numpy, one inner loop in C, without the interpreter lock);
-runs that follow each other regularly are first joined into such a copy. What is left of a long list goes as scatters.
+A copy of many pieces is one call (numpy, one inner loop in C). Its items are rows of whole numbers, not raw bytes of one item
+each: numpy keeps the interpreter lock for fewer than 500 items, whatever their size, and the computation would stand still.
+
+All calls of a group are prepared before the first is made. A large copy leaves nothing of the interpreter in the core's cache;
+looking at each piece after the copy of the one before would take three times as long.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
 
-from common.dataplane.checks import check_runs
-from common.dataplane.scatter import LARGEST_BUFFERED_BYTES, Columns, Scatter
+from common.dataplane.shm_memory import RegionMemory
 from common.layout.run import Run
+from common.layout.run_batch import RunBatch, Scatter
 
 if TYPE_CHECKING:
-    import mmap
+    from numpy.typing import NDArray
+
+    Rows = NDArray[Any]
 
 CHUNK_BYTES: Final = 16 << 20
 """Most bytes copied between two looks at the deadline and the grant."""
-MANY_RUNS: Final = 64
-"""From how many runs on a list is handled as columns."""
+BUFFER_BYTES: Final = 256 << 10
+"""What a scatter passes through when its source is not regular: small enough for the core's cache."""
+_SMALL_BYTES: Final = 16 << 10
+"""Up to here a copy is hardly longer than letting go of the interpreter lock and taking it again."""
 _FEW: Final = 4
+"""Up to here small copies one by one cost less than having numpy set up one for all."""
+
+_WORDS: Final = np.dtype(np.uint64)
+_BYTES: Final = np.dtype(np.uint8)
+
+PlacedPiece = tuple[Run | Scatter, int, int]
+"""A piece with what is to be added to its local and its remote offsets."""
+_Call = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One memory of a copy: its mapping, the address and offset of its data, and the length of it."""
+class _Buffer(threading.local):
+    """Scratch memory of one thread: fresh memory of this size would be faulted in page by page each time."""
 
-    map: mmap.mmap
-    address: int
-    base: int
-    length: int
+    def __init__(self) -> None:
+        self.memory: Final = np.ones(BUFFER_BYTES, np.uint8)
 
 
-def join_runs(runs: Sequence[Run]) -> Iterator[Run]:
-    """The same copies in fewer runs: neighbours of one length at one distance become one strided run, adjacent pieces one piece."""
-    pending: Run | None = None
-    for run in runs:
-        if run.nbytes == 0:
-            continue
-        run = _flat(run)  # noqa: PLW2901 - the same run, said more simply
-        if pending is None:
-            pending = run
-        elif (joined := _joined(pending, run)) is not None:
-            pending = joined
+_buffer: Final = _Buffer()
+
+
+def groups_of(batch: RunBatch) -> Iterator[list[PlacedPiece]]:
+    """The batch's pieces in groups that each move at most `CHUNK_BYTES`; longer pieces are cut."""
+    group: list[PlacedPiece] = []
+    nbytes = 0
+    for placed in batch.placed:
+        for whole in placed.pattern.pieces:
+            for piece in (whole,) if whole.nbytes <= CHUNK_BYTES else _cut(whole):
+                if nbytes + piece.nbytes > CHUNK_BYTES:
+                    yield group
+                    group, nbytes = [], 0
+                group.append((piece, placed.local_base, placed.remote_base))
+                nbytes += piece.nbytes
+    if group:
+        yield group
+
+
+def copy_pieces(group: Iterable[PlacedPiece], here: RegionMemory, there: RegionMemory, *, to_remote: bool) -> int:
+    """Copy pieces that lie within both memories, in any order; return how many bytes. Long copies free the interpreter lock."""
+    nbytes = 0
+    calls: list[_Call] = []
+    for piece, local_base, remote_base in group:
+        nbytes += piece.nbytes
+        if isinstance(piece, Run):
+            local = here, local_base + piece.local_offset, piece.local_stride
+            remote = there, remote_base + piece.remote_offset, piece.remote_stride
+            source, target = (local, remote) if to_remote else (remote, local)
+            if piece.length <= _SMALL_BYTES and piece.count <= _FEW:
+                _copy_small(piece.length, piece.count, source, target)
+            else:
+                calls.append((np.copyto, (_rows(piece, target), _rows(piece, source))))
         else:
-            yield _flat(pending)
-            pending = run
-    if pending is not None:
-        yield _flat(pending)
+            local_side = _table(piece, here, local_base), piece.local_rows
+            remote_side = _table(piece, there, remote_base), piece.remote_rows
+            if to_remote:
+                first, step = int(piece.local[0]), piece.local_step
+                source = here, local_base + first, step or 0
+                read, written = local_side, remote_side
+            else:
+                first, step = int(piece.remote[0]), piece.remote_step
+                source = there, remote_base + first, step or 0
+                read, written = remote_side, local_side
+            if step is None:
+                calls.append((_scatter, (piece, *read, *written)))
+            else:
+                calls.append((_scatter_rows, (_rows_of(piece.length, len(piece.local), source), *written)))
+    for call, arguments in calls:
+        call(*arguments)
+    return nbytes
 
 
-def _flat(run: Run) -> Run:
-    """A run whose pieces touch on both sides is one piece."""
-    if run.count > 1 and run.local_stride == run.remote_stride == run.length:
-        return Run(local_offset=run.local_offset, remote_offset=run.remote_offset, length=run.nbytes)
-    return run
+_Place = tuple[RegionMemory, int, int]
+"""A memory, an offset into its data, and the distance from piece to piece."""
 
 
-def _joined(run: Run, after: Run) -> Run | None:
-    if after.count != 1:
-        return None
-    if run.count == 1:
-        local_stride, remote_stride = after.local_offset - run.local_offset, after.remote_offset - run.remote_offset
-        if local_stride == remote_stride == run.length:
-            return Run(local_offset=run.local_offset, remote_offset=run.remote_offset, length=run.length + after.length)
-        regular = after.length == run.length and local_stride > 0 and remote_stride > 0
-    else:
-        local_stride, remote_stride = run.local_stride, run.remote_stride
-        regular = (
-            after.length == run.length
-            and after.local_offset == run.local_offset + run.count * local_stride
-            and after.remote_offset == run.remote_offset + run.count * remote_stride
-        )
-    if not regular:
-        return None
-    return Run(
-        local_offset=run.local_offset,
-        remote_offset=run.remote_offset,
-        length=run.length,
-        count=run.count + 1,
-        local_stride=local_stride,
-        remote_stride=remote_stride,
-    )
-
-
-def pieces(runs: Sequence[Run]) -> Iterator[Run]:
-    """The joined runs, cut so that none moves more than `CHUNK_BYTES`."""
-    for run in join_runs(runs):
-        yield from _cut(run)
-
-
-def _cut(run: Run) -> Iterator[Run]:
-    if run.nbytes <= CHUNK_BYTES:
-        yield run
-    elif run.length > CHUNK_BYTES:
-        for item in range(run.count):
-            local = run.local_offset + item * run.local_stride
-            remote = run.remote_offset + item * run.remote_stride
-            for start in range(0, run.length, CHUNK_BYTES):
-                length = min(CHUNK_BYTES, run.length - start)
+def _cut(piece: Run | Scatter) -> Iterator[Run | Scatter]:
+    if isinstance(piece, Scatter):
+        step = max(1, CHUNK_BYTES // piece.length)
+        for first in range(0, len(piece.local), step):
+            yield Scatter(piece.length, piece.local[first : first + step], piece.remote[first : first + step])
+    elif piece.length > CHUNK_BYTES:
+        for item in range(piece.count):
+            local = piece.local_offset + item * piece.local_stride
+            remote = piece.remote_offset + item * piece.remote_stride
+            for start in range(0, piece.length, CHUNK_BYTES):
+                length = min(CHUNK_BYTES, piece.length - start)
                 yield Run(local_offset=local + start, remote_offset=remote + start, length=length)
     else:
-        per_chunk = CHUNK_BYTES // run.length
-        for item in range(0, run.count, per_chunk):
+        per_chunk = CHUNK_BYTES // piece.length
+        for item in range(0, piece.count, per_chunk):
             yield msgspec.structs.replace(
-                run,
-                local_offset=run.local_offset + item * run.local_stride,
-                remote_offset=run.remote_offset + item * run.remote_stride,
-                count=min(per_chunk, run.count - item),
+                piece,
+                local_offset=piece.local_offset + item * piece.local_stride,
+                remote_offset=piece.remote_offset + item * piece.remote_stride,
+                count=min(per_chunk, piece.count - item),
             )
 
 
-class Batch:
-    """The runs of one transfer: checked first, then copied piece by piece."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        """Long lists are turned into columns once, for both uses."""
-        self._runs = runs
-        self._columns: Columns | None = None
-        if len(runs) >= MANY_RUNS:
-            with contextlib.suppress(OverflowError):  # such a run is out of any bounds, and is refused by name
-                self._columns = Columns(runs)
-
-    def refusal(self, local_length: int, remote_length: int) -> str:
-        """Why the runs may not be copied between data of these lengths; "" when they may."""
-        columns = self._columns
-        if columns is not None and columns.are_within(local_length, remote_length):
-            others = check_runs(columns.others, local_length, remote_length)
-            if not others:
-                return ""
-        return check_runs(self._runs, local_length, remote_length)
-
-    def pieces(self) -> Iterator[Run | Scatter]:
-        """Copies that together move the bytes of the runs, each of bounded size; their order is free."""
-        if self._columns is None:
-            yield from pieces(self._runs)
-            return
-        yield from pieces(self._columns.others)
-        for piece in self._columns.pieces():
-            if isinstance(piece, Scatter):
-                yield piece
-            else:
-                yield from _cut(piece)
+def _copy_small(length: int, count: int, source: _Place, target: _Place) -> None:
+    memory, offset, stride = source
+    read = memory.data
+    memory, place, step = target
+    written = memory.data
+    for _ in range(count):
+        written[place : place + length] = read[offset : offset + length]
+        offset += stride
+        place += step
 
 
-def copy_piece(piece: Run | Scatter, local: Side, remote: Side, *, to_remote: bool) -> None:
-    """Copy one piece, which lies within both sides. The interpreter lock is free meanwhile."""
-    if isinstance(piece, Run):
-        copy_run(piece, local, remote, to_remote=to_remote)
-    elif to_remote:
-        _scatter(piece.length, local, piece.local, remote, piece.remote)
-    else:
-        _scatter(piece.length, remote, piece.remote, local, piece.local)
+def _rows(run: Run, place: _Place) -> Rows:
+    return _rows_of(run.length, run.count, place)
 
 
-def _scatter(length: int, source: Side, starts: Any, target: Side, ends: Any) -> None:
-    import numpy as np
-
-    if length > LARGEST_BUFFERED_BYTES:
-        for end, start in zip((ends + target.address).tolist(), (starts + source.address).tolist(), strict=True):
-            ctypes.memmove(end, start, length)
-        return
-    # Item i of such a window is the `length` bytes from byte i on: items overlap, and an item's number is its offset.
-    item = np.dtype((np.void, length))
-    read = np.ndarray((source.length - length + 1,), item, source.map, source.base, (1,))
-    written = np.ndarray((target.length - length + 1,), item, target.map, target.base, (1,))
-    written[ends] = read[starts]
+def _rows_of(length: int, count: int, place: _Place) -> Rows:
+    """`count` rows of `length` bytes at a place; they may overlap."""
+    memory, offset, stride = place
+    if length % 8:
+        return np.ndarray((count, length), _BYTES, memory.map, memory.base + offset, (stride, 1))
+    return np.ndarray((count, length // 8), _WORDS, memory.map, memory.base + offset, (stride, 8))
 
 
-def copy_run(run: Run, local: Side, remote: Side, *, to_remote: bool) -> None:
-    """Copy one run, which lies within both sides."""
-    if to_remote:
-        _copy(run, local, run.local_offset, run.local_stride, remote, run.remote_offset, run.remote_stride)
-    else:
-        _copy(run, remote, run.remote_offset, run.remote_stride, local, run.local_offset, run.local_stride)
+def _table(piece: Scatter, memory: RegionMemory, base: int) -> Rows:
+    """Every row of the piece's length that begins a multiple of its `row_bytes` after `base`."""
+    length, step = piece.length, piece.row_bytes
+    return _rows_of(length, (memory.length - base - length) // step + 1, (memory, base, step))
 
 
-def _copy(run: Run, source: Side, start: int, stride: int, target: Side, target_start: int, target_stride: int) -> None:  # noqa: PLR0917 - two ends of three each
-    if run.count <= _FEW:
-        for item in range(run.count):
-            ctypes.memmove(
-                target.address + target_start + item * target_stride, source.address + start + item * stride, run.length
-            )
-        return
-    import numpy as np  # only a process that moves caches needs it
+def _scatter_rows(source: Rows, written: Rows, ends: Any) -> None:
+    written[ends] = source
 
-    # Items of raw bytes are copied by one memcpy each; rows of single bytes would be a third slower at 2 KiB.
-    raw = np.dtype((np.void, run.length))
-    wanted = np.ndarray((run.count,), raw, source.map, source.base + start, (stride,))
-    np.copyto(np.ndarray((run.count,), raw, target.map, target.base + target_start, (target_stride,)), wanted)
+
+def _scatter(piece: Scatter, read: Rows, starts: Any, written: Rows, ends: Any) -> None:
+    length = piece.length
+    at_once = max(1, BUFFER_BYTES // length)
+    buffered = piece.row_bytes == length
+    for first in range(0, len(starts), at_once):
+        wanted, places = starts[first : first + at_once], ends[first : first + at_once]
+        if buffered:
+            held = _buffer.memory[: len(wanted) * length].view(read.dtype).reshape(len(wanted), -1)
+            # "clip" only because the default mode would go through a buffer of numpy's own: no row is out of range.
+            read.take(wanted, 0, held, "clip")
+            written[places] = held
+        else:
+            written[places] = read[wanted]

@@ -9,6 +9,7 @@ import fcntl
 import os
 import struct
 import threading
+from functools import lru_cache
 from typing import Final
 
 _FLOCK: Final = struct.Struct("hhqqi4x")
@@ -19,11 +20,16 @@ def reopen(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
+@lru_cache(maxsize=1024)
+def _request(kind: int, offset: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0)
+
+
 def try_lock(fd: int, offset: int, *, exclusive: bool) -> bool:
     """Lock one byte, shared or exclusive; False when another holder is in the way. Never waits."""
     kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(kind, offset))
     except (BlockingIOError, PermissionError):
         return False
     return True
@@ -31,12 +37,12 @@ def try_lock(fd: int, offset: int, *, exclusive: bool) -> bool:
 
 def unlock(fd: int, offset: int) -> None:
     """Drop the lock on one byte, if this open file holds one."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, offset, 1, 0))
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, offset))
 
 
 def is_locked(fd: int, offset: int) -> bool:
     """Whether another open file holds a lock on one byte."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, offset))
     kind: int = _FLOCK.unpack(answer)[0]
     return kind != fcntl.F_UNLCK
 

@@ -3,6 +3,9 @@
 Calls block and are made from a rank's threads, never from an event loop. Deadlines are absolute seconds of the clock that
 the adapter was given (on one host: CLOCK_MONOTONIC, which all processes share). Offsets are bytes from the start of a
 region's data.
+
+What a transfer copies is a sequence of runs, in any order. A `RunBatch` is one whose copies were worked out before and only placed;
+an adapter that knows it need not look at single runs, and one that does not sees a sequence like any other.
 """
 
 from __future__ import annotations

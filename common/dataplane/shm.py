@@ -11,14 +11,16 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from common.dataplane.fd_server import FdServer, RegionRequest, request_fd
 from common.dataplane.ofd_lock import reopen
 from common.dataplane.port import Capabilities, DataPlaneError
 from common.dataplane.shm_region import TRANSPORT, ShmRegion
-from common.dataplane.shm_remote import ShmRemoteRegion
 from contracts.dataplane import DESCRIPTOR_VERSION, Memory, RegionDescriptor
+
+if TYPE_CHECKING:
+    from common.dataplane.shm_remote import ShmRemoteRegion
 
 
 class ShmDataPlane:
@@ -62,6 +64,8 @@ class ShmDataPlane:
 
     def connect(self, descriptor: RegionDescriptor, deadline: float) -> ShmRemoteRegion:
         """Map a peer's region."""
+        from common.dataplane.shm_remote import ShmRemoteRegion  # with numpy: only for those that move caches
+
         if (
             descriptor.transport != TRANSPORT
             or descriptor.version != DESCRIPTOR_VERSION

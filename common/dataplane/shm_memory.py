@@ -13,7 +13,6 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Final
 
 from common.dataplane.port import MAX_GENERATION, DataPlaneError
@@ -74,7 +73,8 @@ class RegionMemory:
         whole = memoryview(self.map)
         self.cells: Final = whole[PAGE_BYTES : PAGE_BYTES + num_cells * CELL_BYTES].cast("Q")
         self.data: Final = whole[data_offset(num_cells) :]
-        self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + data_offset(num_cells)
+        self.base: Final = data_offset(num_cells)
+        self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + self.base
 
     def check_cells(self, cells: Sequence[int]) -> None:
         """Raise `InvalidValueError` unless every cell lies in the header."""
@@ -93,8 +93,3 @@ class RegionMemory:
                 raise InvalidValueError(field="value", value=value, rule=rule)
         for cell in cells:
             self.cells[cell] = value
-
-    def all_hold(self, cells: Sequence[int], generation: int) -> bool:
-        """Whether each of `cells` (in the header, at least one) holds `generation` now."""
-        held = itemgetter(*cells)(self.cells)
-        return bool(held == generation if len(cells) == 1 else held.count(generation) == len(cells))

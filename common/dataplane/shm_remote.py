@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from common.dataplane.checks import check_grant
-from common.dataplane.copier import CHUNK_BYTES, Batch, Side, copy_piece
+from common.dataplane.cell_check import CellCheck
+from common.dataplane.checks import check_grant, check_runs
+from common.dataplane.copier import copy_pieces, groups_of
 from common.dataplane.ofd_lock import SharedLocks
 from common.dataplane.port import Outcome, Region, TransferResult, WriteGrant
-from common.dataplane.shm_memory import RegionMemory, data_offset, lock_offset
+from common.dataplane.shm_memory import RegionMemory, lock_offset
 from common.dataplane.shm_region import ShmRegion
+from common.layout.joining import batch_of
 from common.layout.run import Run
+from common.layout.run_batch import RunBatch
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import InvalidValueError
 
@@ -41,6 +44,9 @@ class ShmRemoteRegion:
         self._num_users = 0
         self._closed = False
         self._peer_alive = True
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN | select.POLLRDHUP)
+        self._last_check = CellCheck(self._memory, (0,))
 
     @property
     def closed(self) -> bool:
@@ -51,9 +57,9 @@ class ShmRemoteRegion:
     def peer_alive(self) -> bool:
         """False once the owner has closed the region or died, or this end is closed."""
         with self._guard:
-            if self._peer_alive and not self._closed:
+            # After its one answer the peer says nothing more: whatever can be read is the end of the file.
+            if self._peer_alive and not self._closed and self._readable.poll(0):
                 try:
-                    # After its one answer the peer says nothing more: whatever can be read is the end of the file.
                     self._peer_alive = bool(self._connection.recv(1, socket.MSG_PEEK))
                 except BlockingIOError:
                     pass
@@ -64,39 +70,45 @@ class ShmRemoteRegion:
     def write(self, runs: Sequence[Run], local: Region, grant: WriteGrant, deadline: float) -> TransferResult:
         """Copy `runs` from `local` into this region, under the grant's lock."""
         here = _memory_of(local)
-        batch = Batch(runs)
-        with self._use() as is_open:
-            refused = self._refusal(batch, here, grant) if is_open else "this end is closed"
-            if refused:
-                return _failed(refused)
+        if refused := self._refusal(runs, here, grant):
+            return _failed(refused)
+        if not self._enter():
+            return _failed("this end is closed")
+        try:
+            cells = self._check_of(grant)
             offset = lock_offset(grant.lock_cell)
             while not self._locks.try_acquire(offset):
                 # A revoker has the byte. It may be a late repetition for an earlier owner of the slot, so look, and try again.
-                if refused := self._stop_reason(grant, deadline):
+                if refused := self._stop_reason(cells, grant.generation, deadline):
                     return _failed(refused)
                 time.sleep(_NAP_S)
             try:
-                return self._copy(batch, here, grant, deadline, to_remote=True)
+                return self._copy(batch_of(runs), here, cells, grant.generation, deadline, to_remote=True)
             finally:
                 self._locks.release(offset)
+        finally:
+            self._leave()
 
     def read(self, runs: Sequence[Run], local: Region, grant: WriteGrant, deadline: float) -> TransferResult:
         """Copy `runs` from this region into `local`; the owner may revoke meanwhile, so the generation is read again afterwards."""
         here = _memory_of(local)
-        batch = Batch(runs)
-        with self._use() as is_open:
-            refused = self._refusal(batch, here, grant) if is_open else "this end is closed"
-            if refused:
-                return _failed(refused)
-            result = self._copy(batch, here, grant, deadline, to_remote=False)
+        if refused := self._refusal(runs, here, grant):
+            return _failed(refused)
+        if not self._enter():
+            return _failed("this end is closed")
+        try:
+            cells = self._check_of(grant)
+            result = self._copy(batch_of(runs), here, cells, grant.generation, deadline, to_remote=False)
             # A lock taken and dropped: the generations below are read after the bytes on every processor. A frozen reader
             # hurts nobody, so it does not hold the lock while it copies.
             offset = lock_offset(grant.lock_cell)
             if self._locks.try_acquire(offset):
                 self._locks.release(offset)
-            if result.outcome is Outcome.DONE and not self._memory.all_hold(grant.cells, grant.generation):
+            if result.outcome is Outcome.DONE and not cells.all_hold(grant.generation):
                 return _failed(_STALE, result.nbytes)
             return result
+        finally:
+            self._leave()
 
     def close(self) -> None:
         """Let go of the region; the last transfer in flight closes the descriptor."""
@@ -109,31 +121,42 @@ class ShmRemoteRegion:
             self._release()
 
     def _copy(
-        self, batch: Batch, local: RegionMemory, grant: WriteGrant, deadline: float, *, to_remote: bool
+        self,
+        batch: RunBatch,
+        local: RegionMemory,
+        cells: CellCheck,
+        generation: int,
+        deadline: float,
+        *,
+        to_remote: bool,
     ) -> TransferResult:
-        here, there = _side(local), _side(self._memory)
-        nbytes = since_check = 0
-        if reason := self._stop_reason(grant, deadline):
+        nbytes = 0
+        if reason := self._stop_reason(cells, generation, deadline):
             return _failed(reason)
-        for piece in batch.pieces():
-            if since_check >= CHUNK_BYTES:
-                since_check = 0
-                if reason := self._stop_reason(grant, deadline):
-                    return _failed(reason, nbytes)
-            copy_piece(piece, here, there, to_remote=to_remote)
-            nbytes += piece.nbytes
-            since_check += piece.nbytes
-        if to_remote and (reason := self._stop_reason(grant, None)):
+        for group in groups_of(batch):
+            if nbytes and (reason := self._stop_reason(cells, generation, deadline)):
+                return _failed(reason, nbytes)
+            nbytes += copy_pieces(group, local, self._memory, to_remote=to_remote)
+        if to_remote and (reason := self._stop_reason(cells, generation, None)):
             return _failed(reason, nbytes)
         return TransferResult(outcome=Outcome.DONE, nbytes=nbytes)
 
-    def _refusal(self, batch: Batch, local: RegionMemory, grant: WriteGrant) -> str:
+    def _refusal(self, runs: Sequence[Run], local: RegionMemory, grant: WriteGrant) -> str:
         """Why these arguments are refused whatever the time; "" when they are not."""
-        return check_grant(grant, self._memory.num_cells) or batch.refusal(local.length, self._memory.length)
+        known = grant.cells is self._last_check.cells and 0 <= grant.lock_cell < self._memory.num_cells
+        refused = "" if known else check_grant(grant, self._memory.num_cells)
+        return refused or check_runs(runs, local.length, self._memory.length)
 
-    def _stop_reason(self, grant: WriteGrant, deadline: float | None) -> str:
+    def _check_of(self, grant: WriteGrant) -> CellCheck:
+        """The check of a grant whose cells lie in the header. All writes of a chunk name the same tuple: it is prepared once."""
+        last = self._last_check
+        if grant.cells is not last.cells:
+            last = self._last_check = CellCheck(self._memory, grant.cells)
+        return last
+
+    def _stop_reason(self, cells: CellCheck, generation: int, deadline: float | None) -> str:
         """Why a transfer must not start or go on; "" when it may."""
-        if not self._memory.all_hold(grant.cells, grant.generation):
+        if not cells.all_hold(generation):
             return _STALE
         if not self.peer_alive:
             return "the peer has closed the region or died, or this end is closed"
@@ -141,21 +164,18 @@ class ShmRemoteRegion:
             return "the deadline has passed"
         return ""
 
-    @contextlib.contextmanager
-    def _use(self) -> Iterator[bool]:
-        """Keep the descriptors open for one transfer; yields whether there can be one."""
+    def _enter(self) -> bool:
+        """Keep the descriptors open for one transfer, until `_leave`; False when they are not open any more."""
         with self._guard:
-            closed = self._closed
-            self._num_users += not closed
-        try:
-            yield not closed
-        finally:
-            if not closed:
-                with self._guard:
-                    self._num_users -= 1
-                    last = self._closed and self._num_users == 0
-                if last:
-                    self._release()
+            self._num_users += not self._closed
+            return not self._closed
+
+    def _leave(self) -> None:
+        with self._guard:
+            self._num_users -= 1
+            last = self._closed and self._num_users == 0
+        if last:
+            self._release()
 
     def _release(self) -> None:
         self._connection.close()
@@ -168,10 +188,6 @@ def _memory_of(region: Region) -> RegionMemory:
             field="local", value=type(region).__name__, rule="a region of a shared-memory data plane"
         )
     return region.memory
-
-
-def _side(memory: RegionMemory) -> Side:
-    return Side(map=memory.map, address=memory.address, base=data_offset(memory.num_cells), length=memory.length)
 
 
 def _failed(reason: str, nbytes: int = 0) -> TransferResult:

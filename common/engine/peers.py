@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.dataplane.port import DataPlane, RemoteRegion
+from common.layout.part_copies import PartCopies
 from common.layout.planner import plan
 from common.layout.templates import CopyTemplate
 from contracts.dataplane import RegionDescriptor
@@ -17,14 +18,6 @@ from contracts.requests import WorkerRef
 CONNECT_TIMEOUT_S: Final = 10.0
 
 CacheKey = tuple[Role, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartCopies:
-    """One part of the plan that this rank sends, and the copies that it is made of."""
-
-    part: PlannedPart
-    templates: tuple[CopyTemplate, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +88,7 @@ class PeerTable:
             raise
         self.unlink(worker)
         self._peers[worker] = Peer(
-            parts={
-                key: tuple(PartCopies(part=part, templates=tuple(found)) for part, found in held.items())
-                for key, held in parts.items()
-            },
+            parts={key: tuple(PartCopies(part, found) for part, found in held.items()) for key, held in parts.items()},
             regions=regions,
             num_blocks=destination[0].num_blocks,
             num_slots=destination[0].num_slots,

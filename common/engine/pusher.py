@@ -8,21 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
-from common.dataplane.port import Outcome, Region, TransferResult, WriteGrant
-from common.engine.peers import PartCopies, Peer
+from common.dataplane.port import Outcome, Region, TransferResult
+from common.engine.peers import Peer
 from common.engine.push_faults import PushFaults
-from common.layout.bind import bind_extents, bind_slot, extents
-from common.layout.context_parallel import owned_ranges
-from common.layout.run import Run
-from common.layout.templates import PagedTemplate, SlotTemplate
+from common.engine.push_write import PushPart, write_parts
+from common.layout.bind import TokenChunk
 from common.runtime.clock import Clock
 from contracts.handoff import Grant
 from contracts.manifest import Role
 from contracts.rank import PartPushed, PushOutcome
 
 MAX_QUEUED: Final = 4096
+MAX_BATCHED: Final = 32
+"""Most tasks of one batch: what has to wait for the end of a write, a release among others, must not wait long."""
 SUBMIT_TIMEOUT_S: Final = 30.0
 WRITE_TIMEOUT_S: Final = 30.0
 JOIN_TIMEOUT_S: Final = 5.0
@@ -36,9 +34,9 @@ _OUTCOMES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class PushTask:
-    """What one layer's cache of one sequence has ready: tokens `[start, end)` of KEY or VALUE, `[0, 1)` of a state.
+    """What one layer's cache of one sequence has ready: KEY or VALUE of a chunk, or the state in `slot` (then `chunk` is None).
 
-    `block_ids` and `slot` are the source's, `grant` names the destination's. `queued_ns` is when the content was complete.
+    Blocks and slot are the source's, `grant` names the destination's. `queued_ns` is when the content was complete.
     """
 
     seq: int
@@ -47,18 +45,20 @@ class PushTask:
     grant: Grant
     role: Role
     layer: int
-    block_ids: Sequence[int]
+    chunk: TokenChunk | None
     slot: int
-    start: int
-    end: int
     queued_ns: int
 
 
-class Pusher:
-    """A bounded queue of tasks and the thread that works it off, in order. Reports go to `emit`, from that thread.
+_Item = tuple[PushTask, PushPart]
 
-    After a part of a sequence has failed, the rest of the sequence is reported as failed without being tried. When the queue is
-    full, `submit` waits: the computation must not run further ahead.
+
+class Pusher:
+    """A bounded queue of tasks and the thread that works it off. Reports go to `emit`, from that thread.
+
+    What is queued of one sequence is written at once, with one transfer to each destination rank, and reported part by part.
+    Nothing waits for a batch to fill. After a part of a sequence has failed, the rest of the sequence is reported as failed
+    without being tried. When the queue is full, `submit` waits: the computation must not run further ahead.
     """
 
     def __init__(
@@ -66,20 +66,21 @@ class Pusher:
         *,
         rank: int,
         region: Region,
-        block_size: int,
         clock: Clock,
         emit: Callable[[PartPushed], None],
         faults: PushFaults,
     ) -> None:
         self._rank = rank
         self._region = region
-        self._block_size = block_size
         self._clock = clock
         self._emit = emit
         self._faults = faults
         self._changed = threading.Condition()
-        self._tasks: deque[PushTask] = deque()
+        self._queues: dict[int, deque[PushTask]] = {}
+        self._num_tasks = 0
+        self._delayed: list[tuple[float, _Item]] = []
         self._busy_with: int | None = None
+        self._num_busy = 0
         self._failed: dict[int, str] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"pusher-{rank}", daemon=True)
@@ -87,161 +88,164 @@ class Pusher:
 
     @property
     def num_queued(self) -> int:
-        """Tasks not finished."""
+        """Tasks not finished, and parts that a failpoint holds back."""
         with self._changed:
-            return len(self._tasks) + (self._busy_with is not None)
+            return self._num_tasks + len(self._delayed) + self._num_busy
 
-    def submit(self, task: PushTask) -> None:
-        """Queue a task; waits while the queue is full. Raises `TimeoutError` when it stays full."""
+    def submit(self, tasks: Sequence[PushTask]) -> None:
+        """Queue tasks that became ready together; waits while the queue is full. Raises `TimeoutError` when it stays full."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or len(self._tasks) < MAX_QUEUED, SUBMIT_TIMEOUT_S):
+            if not self._changed.wait_for(self._has_room, SUBMIT_TIMEOUT_S):
                 raise TimeoutError(f"{MAX_QUEUED} pushes are queued, and none was finished in {SUBMIT_TIMEOUT_S} s")
-            self._tasks.append(task)
+            for task in tasks:
+                self._queues.setdefault(task.seq, deque()).append(task)
+            self._num_tasks += len(tasks)
             self._changed.notify_all()
 
     def drop(self, seqs: Iterable[int]) -> None:
         """Forget the tasks of sequences that have not begun. One under way goes on: see `wait_idle`."""
         dropped = set(seqs)
         with self._changed:
-            self._tasks = deque(task for task in self._tasks if task.seq not in dropped)
             for seq in dropped:
+                self._num_tasks -= len(self._queues.pop(seq, ()))
                 self._failed.pop(seq, None)
+            self._delayed = [(due, item) for due, item in self._delayed if item[0].seq not in dropped]
             self._changed.notify_all()
 
     def wait_idle(self, seq: int, deadline: float) -> bool:
-        """Whether nothing of `seq` is being written any more; waits for it until `deadline`."""
+        """Whether nothing of `seq` is being written any more; waits for it until `deadline`. To be called after `drop`."""
         with self._changed:
             remaining = max(0.0, deadline - self._clock.monotonic())
-            return self._changed.wait_for(lambda: self._busy_with != seq, remaining)
+            idle = self._changed.wait_for(lambda: self._busy_with != seq, remaining)
+            if idle:
+                self._failed.pop(seq, None)  # the last write may have failed after the sequence was dropped
+            return idle
 
     def close(self) -> None:
         """Drop everything and end the thread, within a bound. Idempotent."""
         with self._changed:
             self._closed = True
-            self._tasks.clear()
+            self._queues.clear()
+            self._delayed.clear()
+            self._num_tasks = 0
             self._changed.notify_all()
         self._thread.join(JOIN_TIMEOUT_S)
 
+    def _has_room(self) -> bool:
+        return self._closed or self._num_tasks + len(self._delayed) < MAX_QUEUED
+
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or bool(self._tasks))
-                if self._closed:
-                    return
-                task = self._tasks.popleft()
-                self._busy_with = task.seq
-                self._changed.notify_all()
+            items = self._next()
+            if items is None:
+                return
             try:
-                for copies in task.peer.parts.get((task.role, task.layer), ()):
-                    self._push_part(task, copies)
+                by_rank: dict[int, list[_Item]] = {}
+                for item in items:
+                    by_rank.setdefault(item[1].copies.part.dst_rank, []).append(item)
+                for dst_rank, group in by_rank.items():
+                    self._push(dst_rank, group)
             except OSError:
                 return  # nobody is left to report to: the rank is ending
             finally:
                 with self._changed:
                     self._busy_with = None
+                    self._num_busy = 0
                     self._changed.notify_all()
 
-    def _push_part(self, task: PushTask, copies: PartCopies) -> None:
-        part = copies.part
-        if self._faults:
-            if self._faults.is_dropped(part):
-                return
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, self._faults.delay_s(part))
-        ranges: Iterable[tuple[int, int]] = ((task.start, task.end),)
-        if task.role in {Role.KEY, Role.VALUE}:
-            ranges = owned_ranges(task.start, task.end, self._block_size, part.modulus, part.residue)
-        for start, end in ranges:
-            started_ns = self._clock.monotonic_ns()
-            result = self._write(task, copies, start, end)
-            if result.outcome is not Outcome.DONE:
-                with self._changed:
-                    self._failed.setdefault(task.seq, result.reason or result.outcome.value)
-            self._emit(
-                PartPushed(
-                    rank=self._rank,
-                    seq=task.seq,
-                    handoff_id=task.handoff_id,
-                    namespace=part.namespace,
-                    role=part.role,
-                    layer=part.layer,
-                    destination_rank=part.dst_rank,
-                    start=start,
-                    end=end,
-                    num_bytes=result.nbytes,
-                    queued_ns=task.queued_ns,
-                    started_ns=started_ns,
-                    done_ns=self._clock.monotonic_ns(),
-                    outcome=_OUTCOMES[result.outcome],
-                    reason=result.reason,
-                )
-            )
+    def _next(self) -> list[_Item] | None:
+        """Wait for the parts to push next, all of one sequence and grant; None when the pusher is closed."""
+        with self._changed:
+            while not self._closed:
+                now = self._clock.monotonic()
+                if self._delayed and min(due for due, _ in self._delayed) <= now:
+                    place = min(range(len(self._delayed)), key=lambda index: self._delayed[index][0])
+                    _, item = self._delayed.pop(place)
+                    self._begin(item[0].seq, 1)
+                    return [item]
+                if self._queues:
+                    tasks = self._take_tasks()
+                    self._begin(tasks[0].seq, len(tasks))
+                    return self._parts_of(tasks, now)
+                soonest = min((due for due, _ in self._delayed), default=None)
+                self._changed.wait(None if soonest is None else soonest - now)
+            return None
 
-    def _write(self, task: PushTask, copies: PartCopies, start: int, end: int) -> TransferResult:
+    def _begin(self, seq: int, num_tasks: int) -> None:
+        self._busy_with, self._num_busy = seq, num_tasks
+        self._changed.notify_all()
+
+    def _take_tasks(self) -> list[PushTask]:
+        """What is queued of the sequence whose turn it is; a sequence with more goes to the end of the row."""
+        seq = next(iter(self._queues))
+        queue = self._queues.pop(seq)
+        tasks = [queue.popleft()]
+        while (
+            queue and len(tasks) < MAX_BATCHED and queue[0].grant is tasks[0].grant and queue[0].peer is tasks[0].peer
+        ):
+            tasks.append(queue.popleft())
+        if queue:
+            self._queues[seq] = queue
+        self._num_tasks -= len(tasks)
+        return tasks
+
+    def _parts_of(self, tasks: Iterable[PushTask], now: float) -> list[_Item]:
+        """The parts of some tasks, without what failpoints drop or delay: that is the only part that is late."""
+        items: list[_Item] = []
+        for task in tasks:
+            for copies in task.peer.parts.get((task.role, task.layer), ()):
+                item = task, PushPart(copies=copies, chunk=task.chunk, slot=task.slot)
+                if not self._faults:
+                    items.append(item)
+                elif not self._faults.is_dropped(copies.part):
+                    delay_s = self._faults.delay_s(copies.part)
+                    if delay_s:
+                        self._delayed.append((now + delay_s, item))
+                    else:
+                        items.append(item)
+        return items
+
+    def _push(self, dst_rank: int, items: Sequence[_Item]) -> None:
+        """Write parts of one sequence to one destination rank, and report each."""
+        task = items[0][0]
+        parts = [part for _, part in items]
+        began_ns = self._clock.monotonic_ns()
         with self._changed:
             failed = self._failed.get(task.seq)
-        if failed is not None:
-            return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"an earlier part failed: {failed}")
-        try:
-            cells = [task.peer.num_blocks + task.grant.slot]
-            if task.role in {Role.KEY, Role.VALUE}:
-                cells += self._blocks_there(task, copies, start, end)
-            grant = WriteGrant(lock_cell=cells[0], cells=tuple(cells), generation=task.grant.generation)
-            remote = task.peer.regions[copies.part.dst_rank]
+        if failed is None:
             deadline = self._clock.monotonic() + WRITE_TIMEOUT_S
-            num_bytes = 0
-            for runs, source in self._writes(task, copies, start, end):
-                result = remote.write(runs, source, grant, deadline)
-                num_bytes += result.nbytes
-                if result.outcome is not Outcome.DONE:
-                    return msgspec.structs.replace(result, nbytes=num_bytes)
-            return TransferResult(outcome=Outcome.DONE, nbytes=num_bytes)
-        except Exception as error:  # noqa: BLE001 - whatever it was, nothing is being written, and the receiver must hear of it
-            return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"{type(error).__name__}: {error}")
-
-    def _blocks_there(self, task: PushTask, copies: PartCopies, start: int, end: int) -> list[int]:
-        """The destination's blocks that hold the tokens."""
-        part, size = copies.part, self._block_size
-        blocks = range(start // size, (end - 1) // size + 1)
-        return [task.grant.block_ids[b // part.modulus] for b in blocks if b % part.modulus == part.residue]
-
-    def _writes(
-        self, task: PushTask, copies: PartCopies, start: int, end: int
-    ) -> Iterable[tuple[Sequence[Run], Region]]:
-        """The runs of one part with the region that they read: ours, unless a failpoint says otherwise."""
-        if task.role not in {Role.KEY, Role.VALUE}:
-            runs = _bind_state(task, copies)
-            zeroed = bool(self._faults) and self._faults.is_zeroed(copies.part, None)
-            yield self._faults.zeroed(runs) if zeroed else (runs, self._region)
-        elif not self._faults:
-            yield self._bind_tokens(task.block_ids, task, copies, (start, end)), self._region
+            result = write_parts(task.peer, dst_rank, task.grant, parts, self._region, self._faults, deadline)
         else:
-            sources = self._faults.source_ids(copies.part, task.block_ids)
-            for block in range(start // self._block_size, (end - 1) // self._block_size + 1):
-                low, high = block * self._block_size, (block + 1) * self._block_size
-                runs = self._bind_tokens(sources, task, copies, (max(start, low), min(end, high)))
-                if runs:
-                    zeroed = self._faults.is_zeroed(copies.part, block)
-                    yield self._faults.zeroed(runs) if zeroed else (runs, self._region)
-
-    def _bind_tokens(
-        self, block_ids: Sequence[int], task: PushTask, copies: PartCopies, tokens: tuple[int, int]
-    ) -> list[Run]:
-        part = copies.part
-        there = task.grant.block_ids
-        where = extents(block_ids, there, *tokens, self._block_size, modulus=part.modulus, residue=part.residue)
-        return [
-            run
-            for template in copies.templates
-            if isinstance(template, PagedTemplate)
-            for run in bind_extents(template, where)
-        ]
-
-
-def _bind_state(task: PushTask, copies: PartCopies) -> list[Run]:
-    return [
-        run
-        for template in copies.templates
-        if isinstance(template, SlotTemplate)
-        for run in bind_slot(template, task.slot, task.grant.slot)
-    ]
+            result = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"an earlier part failed: {failed}")
+        took_ns = self._clock.monotonic_ns() - began_ns
+        if failed is None and result.outcome is not Outcome.DONE:
+            with self._changed:
+                self._failed.setdefault(task.seq, result.reason or result.outcome.value)
+        total = sum(part.num_bytes for part in parts) or 1
+        before = 0
+        for each, part in items:
+            for start, end in part.ranges:
+                num_bytes = (end - start) * part.unit_bytes
+                # The time of the whole write, shared out by bytes: the sum over all parts stays the time that was spent.
+                started_ns = began_ns + took_ns * before // total
+                before += num_bytes
+                planned = part.copies.part
+                self._emit(
+                    PartPushed(
+                        rank=self._rank,
+                        seq=each.seq,
+                        handoff_id=each.handoff_id,
+                        namespace=planned.namespace,
+                        role=planned.role,
+                        layer=planned.layer,
+                        destination_rank=planned.dst_rank,
+                        start=start,
+                        end=end,
+                        num_bytes=num_bytes if result.outcome is Outcome.DONE else 0,
+                        queued_ns=each.queued_ns,
+                        started_ns=started_ns,
+                        done_ns=began_ns + took_ns * before // total,
+                        outcome=_OUTCOMES[result.outcome],
+                        reason=result.reason,
+                    )
+                )

@@ -106,7 +106,6 @@ class Rank:
         self._pusher = Pusher(
             rank=start.rank,
             region=self._region,
-            block_size=start.block_size,
             clock=ports.clock,
             emit=ports.emit,
             faults=PushFaults(failpoints, ports.data_plane),

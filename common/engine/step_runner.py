@@ -14,8 +14,10 @@ from common.engine.peers import Peer
 from common.engine.pusher import Pusher, PushTask
 from common.engine.sampler import Draw, Sampler
 from common.engine.step_buffers import StepBuffers, StepSequence
+from common.layout.bind import TokenChunk
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
+from contracts.handoff import Grant
 from contracts.manifest import Role
 from contracts.rank import BindSequence, SampledToken, StepDone, StepItem, StepPlan
 
@@ -43,11 +45,12 @@ class BoundSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class _Push:
-    """What a sequence has to push in this step: KV of tokens `[start, end)` of each full layer, and the states at the end."""
+    """What a sequence has to push in this step: KV of some tokens of each full layer, and the states at the end."""
 
-    sequence: BoundSequence
-    start: int
-    end: int
+    binding: BindSequence
+    peer: Peer
+    grant: Grant
+    chunk: TokenChunk
     states: bool
 
 
@@ -132,7 +135,7 @@ class StepRunner:
         else:
             logits = self._model.forward(step)
         for push in pushes:
-            push.sequence.pushed_end = push.end
+            sequences[push.binding.seq].pushed_end = push.chunk.end
         drawn = [(item, sequence) for item, sequence in zip(plan.items, bound, strict=True) if item.sample]
         return self._sample(logits, drawn) if drawn else ()
 
@@ -203,7 +206,8 @@ class StepRunner:
 
     def _push_of(self, item: StepItem, sequence: BoundSequence) -> _Push | None:
         """What becomes ready with this step: full blocks, or everything when the prompt ends. Each token is pushed once."""
-        if sequence.peer is None:
+        binding = sequence.binding
+        if sequence.peer is None or binding.push is None:
             return None
         end = min(item.start + item.num_tokens, sequence.binding.num_prompt_tokens)
         if not item.last_chunk:
@@ -212,34 +216,34 @@ class StepRunner:
         end = max(end, sequence.pushed_end)
         if end == sequence.pushed_end and not item.last_chunk:
             return None
-        return _Push(sequence=sequence, start=sequence.pushed_end, end=end, states=item.last_chunk)
+        grant = binding.push.grant
+        chunk = TokenChunk(
+            binding.block_ids, grant.block_ids, sequence.pushed_end, end, self._buffers.geometry.block_size
+        )
+        return _Push(binding=binding, peer=sequence.peer, grant=grant, chunk=chunk, states=item.last_chunk)
 
     def _submit(self, layer: int, pushes: Sequence[_Push]) -> None:
+        """Queue all that the layer has ready in one go, so that its parts leave together."""
         now_ns = self._clock.monotonic_ns()
         paged = layer in self._model.caches.key
-        for push in pushes:
-            binding = push.sequence.binding
-            if binding.push is None or push.sequence.peer is None:
-                continue
-            if (not paged and not push.states) or (paged and push.start == push.end):
-                continue
-            start, end = (push.start, push.end) if paged else (0, 1)
-            for role in (Role.KEY, Role.VALUE) if paged else (Role.CONV, Role.SSM):
-                self._pusher.submit(
-                    PushTask(
-                        seq=binding.seq,
-                        handoff_id=binding.handoff_id,
-                        peer=push.sequence.peer,
-                        grant=binding.push.grant,
-                        role=role,
-                        layer=layer,
-                        block_ids=binding.block_ids,
-                        slot=binding.slot,
-                        start=start,
-                        end=end,
-                        queued_ns=now_ns,
-                    )
-                )
+        tasks = [
+            PushTask(
+                seq=push.binding.seq,
+                handoff_id=push.binding.handoff_id,
+                peer=push.peer,
+                grant=push.grant,
+                role=role,
+                layer=layer,
+                chunk=push.chunk if paged else None,
+                slot=push.binding.slot,
+                queued_ns=now_ns,
+            )
+            for push in pushes
+            if (push.chunk.start < push.chunk.end if paged else push.states)
+            for role in ((Role.KEY, Role.VALUE) if paged else (Role.CONV, Role.SSM))
+        ]
+        if tasks:
+            self._pusher.submit(tasks)
 
 
 class _AgreedError(PdmeshError):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
+from common.dataplane import shm_remote
+from common.dataplane.copier import copy_pieces
 from common.engine.port import EngineError, EngineInfo
 from common.engine.rank_group import RankGroup
 from common.engine.rank_launch import Launcher, ProcessLauncher
@@ -257,16 +261,84 @@ async def test_delayed_parts_arrive_and_dropped_ones_never_do(reference: Any, tm
         assert (lost.role, lost.layer, lost.src_rank) == (Role.SSM, 2, 0)
 
 
-async def test_memory_that_is_still_being_read_is_not_given_back(reference: Any, tmp_path: Path) -> None:
-    """Releasing a source whose push is under way leaves the sequence indeterminate, and bound; queued pushes are dropped."""
+async def test_memory_that_is_still_being_read_is_not_given_back(
+    reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releasing a source whose push is under way leaves the sequence indeterminate, and bound; queued pushes are dropped.
+
+    Once the push has ended, the same release gives everything back.
+    """
+    entered, gate = threading.Event(), threading.Event()
+
+    def held(*arguments: Any, **named: Any) -> int:
+        entered.set()
+        assert gate.wait(60)
+        return copy_pieces(*arguments, **named)
+
+    monkeypatch.setattr(shm_remote, "copy_pieces", held)
+    prompt = reference.prompts[1].token_ids
+    async with AsyncExitStack() as stack:
+        pair = await Pair.make(stack, reference.folder, tmp_path, (1, 1))
+        stack.callback(gate.set)
+        await pair.bind(0, len(prompt))
+        await pair.compute([prompt])
+        assert entered.is_set()
+        assert await pair.prefill.release((0,), 90, 0) == {0}
+        (scan,) = await pair.prefill.scan()
+        assert (scan.seqs, scan.num_queued_pushes) == ((0,), 2), "the two roles of the layer that is being written"
+        gate.set()
+        assert await pair.prefill.release((0,), 91, 30_000) == frozenset()
+        (scan,) = await pair.prefill.scan()
+        assert (scan.seqs, scan.num_queued_pushes) == ((), 0)
+
+
+async def test_a_delayed_part_holds_up_no_other_and_goes_with_its_sequence(reference: Any, tmp_path: Path) -> None:
+    """With one role delayed for minutes every other part arrives; releasing the sequence forgets what has not left."""
     prompt = reference.prompts[1].token_ids
     async with AsyncExitStack() as stack:
         pair = await Pair.make(stack, reference.folder, tmp_path, (1, 1), failpoints="delay:role=conv,ms=600000")
+        late = sum(part.role is Role.CONV for part in pair.parts)
         await pair.bind(0, len(prompt))
         await pair.compute([prompt])
-        assert await pair.prefill.release((0,), 90, 0) == {0}
+        await pair.collect([len(prompt)], missing=late)
         (scan,) = await pair.prefill.scan()
-        assert (scan.seqs, scan.num_queued_pushes) == ((0,), 1)
+        assert scan.num_queued_pushes == late
+        assert await pair.prefill.release((0,), 90, 30_000) == frozenset()
+        (scan,) = await pair.prefill.scan()
+        assert (scan.seqs, scan.num_queued_pushes) == ((), 0)
+
+
+async def test_what_waits_in_the_queue_leaves_in_one_write(
+    reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a write is under way the rest of the prompt queues up; it follows in one write, reported part by part in turn."""
+    gate = threading.Event()
+    num_writes = 0
+    write = shm_remote.ShmRemoteRegion.write
+
+    def held(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_writes
+        num_writes += 1
+        assert gate.wait(60)
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(shm_remote.ShmRemoteRegion, "write", held)
+    prompt = reference.prompts[1].token_ids
+    async with AsyncExitStack() as stack:
+        pair = await Pair.make(stack, reference.folder, tmp_path, (1, 1))
+        stack.callback(gate.set)
+        await pair.bind(0, len(prompt))
+        item = StepItem(seq=0, start=0, num_tokens=len(prompt), token_ids=prompt, sample=True, last_chunk=True)
+        first = await pair.prefill.step(StepPlan(step=0, items=(item,)))
+        gate.set()
+        await pair.collect([len(prompt)])
+        assert num_writes == 2
+        assert len(pair.reports) == len(pair.parts)
+        batch = pair.reports[2:]
+        assert all(left.done_ns <= right.started_ns for left, right in pairwise(batch)), "time is shared out by bytes"
+        assert batch[0].started_ns < batch[-1].done_ns
+        tokens = {token.seq: token.token_id for token in first.tokens}
+        assert await pair.continue_on_decode([prompt], tokens, 8) == [reference.prompts[1].output_ids[:8]]
 
 
 async def test_links_are_needed_and_can_be_taken_away(reference: Any, tmp_path: Path) -> None:

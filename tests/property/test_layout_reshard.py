@@ -8,7 +8,7 @@ import pytest
 
 from common.layout import bind as binding
 from common.layout import region as layout
-from common.layout.bind import Extent
+from common.layout.bind import Extents
 from common.layout.heads import Shard
 from common.layout.planner import plan as layout_plan
 from common.layout.region import Cache, RegionMap
@@ -151,7 +151,7 @@ def test_a_range_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch, 
     shape = make_shape(layers="f", kv=2)
     real = binding.extents
 
-    def off(src: list[int], dst: list[int], start: int, end: int, size: int, **more: int) -> tuple[Extent, ...]:
+    def off(src: list[int], dst: list[int], start: int, end: int, size: int, **more: int) -> Extents:
         return real(src, dst, start, end + shift, size, **more)
 
     monkeypatch.setattr(binding, "extents", off)

@@ -204,10 +204,11 @@ def test_pushes_move_what_the_plan_says() -> None:
     tokens, conv, ssm = 50 * 2 * 2 * 8 * 4, 3 * 48 * 4, 2 * 8 * 8 * 4
     with bench("small", shape, source_tp=2, destination_tp=1, clock=SystemClock()) as pushes:
         for scattered in (False, True):
-            found = pushes.measure(num_tokens=50, repeats=1, scattered=scattered)
-            assert found.num_bytes == tokens + conv + ssm
-            assert found.num_writes == 2 * 4
-            assert min(found.push_gb_per_s, found.memcpy_gb_per_s, found.ratio) > 0
+            for full_queue in (False, True):
+                found = pushes.measure(num_tokens=50, repeats=1, scattered=scattered, full_queue=full_queue)
+                assert found.num_bytes == tokens + conv + ssm
+                assert found.num_writes == (2 if full_queue else 2 * 2)
+                assert min(found.push_gb_per_s, found.memcpy_gb_per_s, found.ratio, found.write_ratio) > 0
 
 
 def test_each_write_counts_by_its_own_median() -> None:
@@ -220,12 +221,15 @@ def test_push_figures_have_an_aim_each() -> None:
     figures = PushFigures(
         shape="s",
         blocks="in order",
+        queue="full",
         num_bytes=1,
         num_writes=1,
         num_runs=1,
         push_gb_per_s=1.0,
+        write_gb_per_s=1.0,
         memcpy_gb_per_s=1.0,
         ratio=0.95,
+        write_ratio=0.97,
         overhead_us_per_write=1.0,
         bind_ms=1.0,
     )

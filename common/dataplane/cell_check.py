@@ -1,0 +1,50 @@
+"""Whether the cells of a grant hold its generation: asked several times in each transfer, so prepared once a grant."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from common.dataplane.port import MAX_GENERATION
+from common.dataplane.shm_memory import CELL_BYTES, PAGE_BYTES, RegionMemory
+
+_FEW: Final = 8
+_WORD: Final = np.dtype(np.uint64)
+
+
+class CellCheck:
+    """Some cells of one region's header, at least one, all of them within it. `cells` is the tuple that was given, itself.
+
+    Blocks in order are a few stretches of cells, compared as bytes: a call that takes no more than the comparison, also when a large
+    copy has just emptied the core's cache. Cells that lie anywhere are gathered.
+    """
+
+    def __init__(self, memory: RegionMemory, cells: tuple[int, ...]) -> None:
+        self.cells: Final = tuple(cells)
+        self._map: Final = memory.map
+        index = np.unique(np.array(self.cells, np.intp))
+        borders = np.flatnonzero(np.diff(index) != 1) + 1
+        starts, ends = index[np.concatenate(([0], borders))], index[np.concatenate((borders - 1, [-1]))] + 1
+        self._stretches: Final[list[tuple[int, int]]] = [
+            (PAGE_BYTES + CELL_BYTES * start, PAGE_BYTES + CELL_BYTES * end)
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
+        self._index: Final[Any] = index
+        self._column: Final[Any] = np.ndarray((memory.num_cells,), _WORD, memory.map, PAGE_BYTES)
+        self._expected: tuple[int, list[bytes]] = (-1, [])
+
+    def all_hold(self, generation: int) -> bool:
+        """Whether each of the cells holds `generation` now."""
+        if not 0 <= generation <= MAX_GENERATION:
+            return False
+        if len(self._stretches) > _FEW:
+            wrong = self._column[self._index] != np.uint64(generation)
+            return not np.count_nonzero(wrong)
+        known, expected = self._expected
+        if known != generation:
+            word = generation.to_bytes(CELL_BYTES, "little")
+            expected = [word * ((end - start) // CELL_BYTES) for start, end in self._stretches]
+            self._expected = (generation, expected)
+        header = self._map
+        return all(header[start:end] == wanted for (start, end), wanted in zip(self._stretches, expected, strict=True))
