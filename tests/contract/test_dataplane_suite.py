@@ -309,11 +309,14 @@ def test_a_grant_is_looked_at_anew_in_every_write(bench: Bench) -> None:
     cells = tuple(range(5, 55, 2))
     grant = WriteGrant(lock_cell=60, cells=(*cells, 60), generation=7)
     bench.target.set_generations(cells, 7)
+    others = msgspec.structs.replace(grant, cells=tuple(cell + 1 for cell in grant.cells))
+    outside = msgspec.structs.replace(grant, lock_cell=NUM_CELLS)
+    assert bench.write([GOOD], grant).outcome is Outcome.DONE
+    assert [bench.write([GOOD], bad).outcome for bad in (outside, others)] == [Outcome.FAILED_QUIESCED] * 2
     assert bench.write([GOOD], grant).outcome is Outcome.DONE
     bench.target.set_generations(cells[9:10], 8)
     assert bench.write([GOOD], grant).outcome is Outcome.FAILED_QUIESCED
     assert bench.write([GOOD], msgspec.structs.replace(grant, cells=grant.cells[:9])).outcome is Outcome.DONE
-    assert bench.write([GOOD], msgspec.structs.replace(grant, lock_cell=NUM_CELLS)).outcome is Outcome.FAILED_QUIESCED
 
 
 BAD_GRANTS = {
