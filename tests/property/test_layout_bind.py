@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +51,7 @@ def bindings(draw: st.DrawFn) -> Binding:
     return template, list(draw(ids)), list(draw(ids)), draw(st.integers(0, end)), end, block_size
 
 
-def copied(runs: tuple[Run, ...]) -> list[tuple[int, int]]:
+def copied(runs: Sequence[Run]) -> list[tuple[int, int]]:
     """(source byte, destination byte) of every byte that the runs move, sorted; a byte moved twice stands twice."""
     return sorted(
         (run.local_offset + i * run.local_stride + byte, run.remote_offset + i * run.remote_stride + byte)
@@ -93,3 +96,34 @@ def test_consecutive_ids_need_no_more_than_three_runs(
     template, _, _, start, end, block_size = bound
     ids = list(range(NUM_BLOCKS))
     assert len(bind_tokens(template, ids, ids, start, end, block_size)) <= 3
+
+
+ORDERS = {
+    "in order": (0, 1, 2, 3, 4, 5),
+    "begins and ends in order": (0, 1, 3, 2, 4, 5),
+    "every second": (0, 2, 4, 6, 8, 10),
+    "begins and ends every second": (1, 3, 7, 5, 9, 11),
+    "backwards": (8, 7, 6, 5, 4, 3),
+    "jumps": (0, 1, 2, 9, 10, 11),
+}
+
+
+@pytest.mark.parametrize("src", ORDERS.values(), ids=ORDERS.keys())
+@pytest.mark.parametrize("dst", ORDERS.values(), ids=ORDERS.keys())
+def test_order_on_one_side_is_not_taken_for_order(src: tuple[int, ...], dst: tuple[int, ...]) -> None:
+    """Ids that only look regular, at one side or both, are still bound block by block."""
+    template = PagedTemplate(
+        part=PlannedPart(namespace=Namespace.TARGET, role=Role.KEY, layer=0, src_rank=0, dst_rank=0),
+        piece=Piece(start=0, length=2),
+        src_offset=0,
+        dst_offset=16,
+        src_block_stride=8,
+        dst_block_stride=16,
+        src_num_blocks=NUM_BLOCKS,
+        dst_num_blocks=NUM_BLOCKS,
+        head_bytes=4,
+        token_bytes=TOKEN_BYTES,
+    )
+    for start, end in ((0, 12), (1, 11), (2, 10)):
+        bound = (template, list(src), list(dst), start, end, 2)
+        assert copied(bind_tokens(*bound)) == token_by_token(bound)
