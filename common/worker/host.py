@@ -28,12 +28,13 @@ class WorkerHost:
         service = self._service
         edge = RpcEdge(self._bus, self._group, self._log)
         subject_filter = subjects.worker_rpc_filter(service.role, service.settings.worker_id)
+        cancels = await self._bus.subscribe(subjects.cancel_filter(service.settings.worker_id))
         read = await edge.serve(subject_filter, service.handlers())
         bucket = await self.registration.open()
         works = {
             "rpc": read(),
             "steps": service.loop.run(),
-            "cancels": service.run_cancels(),
+            "cancels": service.run_cancels(cancels),
             "sweeps": service.run_sweeps(),
             "registration": self.registration.run(),
             **service.role_tasks(bucket, self.registration.announce),

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from common.bus.handoff_events import HandoffEvents
-from common.bus.port import Bucket, Bus
+from common.bus.port import Bucket, Bus, Subscription
 from common.bus.rpc import Handler, RefusedError
 from common.engine.port import Engine, EngineInfo
 from common.runtime.clock import Clock, Deadline
@@ -28,7 +28,6 @@ from common.worker.engine_loop import EngineLoop, StepOutcome
 from common.worker.inspection import Inspection
 from common.worker.settings import WorkerSettings
 from common.worker.token_stream import TokenStream
-from contracts import subjects
 from contracts.codec import decode
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.handoff import ReleaseHandoff, RunMixed, RunPrefill
@@ -283,13 +282,13 @@ class WorkerService(ABC):
             )
         return prompt_ids
 
-    async def run_cancels(self) -> None:
+    async def run_cancels(self, subscription: Subscription) -> None:
         """Obey hints to stop computing. Memory stays where it is until the broker says so.
 
         A prompt that nobody has asked to run is dropped: the broker may never hear of it. Frames of it may still be on
         their way, so it stays refused for a while.
         """
-        async with await self.bus.subscribe(subjects.cancel_filter(self.settings.worker_id)) as subscription:
+        async with subscription:
             async for message in subscription:
                 try:
                     cancel = decode(message.data, CancelWork)

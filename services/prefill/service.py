@@ -146,7 +146,6 @@ class PrefillService(WorkerService):
             if sequence is None or prefill is None:
                 continue
             self.scheduler.hold(sequence)
-            self._publish_layers(sequence, outcome)
             reason = sequence.finish_reason(produced.token_id, self.info.eos_token_ids)
             deadline = self.deadline_of(sequence)
             self.report(
@@ -163,6 +162,8 @@ class PrefillService(WorkerService):
             if reason is not None:
                 end = partial(self.tokens.end, sequence, deadline, token=produced.token_id, finish_reason=reason)
                 await self.reports.start(end)
+            # The broker waits for the report, nobody waits for these.
+            self.reports.try_start(partial(self._publish_layers, sequence, outcome))
 
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """Tell the broker that these prompts will not be computed."""
@@ -243,7 +244,7 @@ class PrefillService(WorkerService):
             destination_rank=push.destination_rank,
         )
 
-    def _publish_layers(self, sequence: Sequence, outcome: StepOutcome) -> None:
+    async def _publish_layers(self, sequence: Sequence, outcome: StepOutcome) -> None:
         for rank, started in enumerate(outcome.result.layer_started_ns):
             ends = (*started[1:], outcome.result.ended_ns)
             for layer, (start_ns, end_ns) in enumerate(zip(started, ends, strict=False)):

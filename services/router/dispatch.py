@@ -63,6 +63,10 @@ class Attempt:
     route: Route
 
 
+class ExplicitRefusal(PdmeshError):  # noqa: N818 - an answer, not a mishap
+    """The peer answered that it does not take the attempt: nothing of it lives there."""
+
+
 class Submission(StrEnum):
     """What the broker knows of an attempt."""
 
@@ -123,7 +127,7 @@ class Dispatcher:
             else:
                 answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
                 if isinstance(answer, Refused):
-                    raise PdmeshError.from_info(answer.error)
+                    raise ExplicitRefusal(answer.error.message, code=answer.error.code, param=answer.error.param)
                 return
 
 

@@ -16,7 +16,7 @@ from services.router.core.retry import RetryPolicy
 from services.router.core.text_stream import TextPiece, TextStream
 from services.router.core.token_order import TokenOrder
 from services.router.core.vocabulary import Vocabulary
-from services.router.dispatch import Attempt, Canceller, Dispatcher, Job, Submission
+from services.router.dispatch import Attempt, Canceller, Dispatcher, ExplicitRefusal, Job, Submission
 from services.router.fleet import Fleet
 from services.router.interruption import Interruptible
 from services.router.metrics import RouterMetrics
@@ -129,7 +129,11 @@ class Generator:
         try:
             await self.dispatcher.send_prompt(attempt, deadline)
             submission = Submission.MAYBE
-            await self.dispatcher.submit(attempt, deadline)
+            try:
+                await self.dispatcher.submit(attempt, deadline)
+            except ExplicitRefusal:
+                submission = Submission.NONE
+                raise
             submission = Submission.ACCEPTED
             finished = False
             while not finished:
