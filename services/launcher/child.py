@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -67,12 +68,15 @@ class Child:
         """Return the exit status once it has ended."""
         return await self._process.wait()
 
-    async def stop(self, *, drain: bool = True) -> bool:
-        """End it and all that it started; return whether it went by itself with status 0. Twice is fine."""
+    async def stop(self, *, drain: bool = True, limit_s: float = math.inf) -> bool:
+        """End it and all that it started; return whether it went by itself with status 0. Twice is fine.
+
+        It has its own time to drain, `limit_s` at most.
+        """
         if drain and self.status is None:
             self._signal(signal.SIGTERM)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.spec.drain_s):
+                async with asyncio.timeout(min(self.spec.drain_s, limit_s)):
                     await self._process.wait()
         clean = self.status == 0
         self.kill()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
+from typing import Final
 
 from contracts.errors import ErrorCode, PdmeshError
 from services.launcher.child import Child, ChildSpec, tail
 from services.launcher.core.log_line import readable
+
+_INDISPENSABLE: Final = frozenset({"nats", "broker"})
+_HOPELESS_DRAIN_S: Final = 3.0
+"""How long the others may drain once nothing that they wait for can come any more."""
 
 
 class ChildDied(PdmeshError):  # noqa: N818 - an event that ends the mesh
@@ -31,6 +37,7 @@ class Supervisor:
         self._children: list[Child] = []
         self._stopping = False
         self._hurried = False
+        self._cut_off = False
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -66,11 +73,13 @@ class Supervisor:
     async def _watch(self, child: Child) -> None:
         status = await child.wait()
         if not self._stopping:
+            self._cut_off = self._cut_off or child.spec.name in _INDISPENSABLE
             self._on_death(ChildDied(child.spec.name, status, list(tail(child.spec.log))))
 
     async def _stop(self, child: Child, say: Callable[[str], None]) -> bool:
         ran = child.status is None
-        clean = await child.stop(drain=not self._hurried)
+        limit_s = _HOPELESS_DRAIN_S if self._cut_off else math.inf
+        clean = await child.stop(drain=not self._hurried, limit_s=limit_s)
         if ran and not clean and not self._hurried:
             say(f"{child.spec.name} did not drain: {_how(child.status)}")
         return clean

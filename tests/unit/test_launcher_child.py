@@ -168,6 +168,20 @@ async def test_a_child_that_does_not_drain_is_named(tmp_path: Path) -> None:
     assert said == ["deaf did not drain: was killed by signal 9"]
 
 
+async def test_without_a_broker_nobody_drains_for_long(tmp_path: Path) -> None:
+    """What the others wait for can come no more: an hour to drain is cut to seconds once the broker has died."""
+    died = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        supervisor = Supervisor(group, lambda _death: died.set())
+        child = await supervisor.start(_spec(tmp_path, "deaf", _DEAF, drain_s=3600.0))
+        await _said(child.spec.log)
+        await supervisor.start(_spec(tmp_path, "broker", "import sys; sys.exit(1)"))
+        async with asyncio.timeout(_WAIT_S):
+            await died.wait()
+            assert not await supervisor.stop(lambda _text: None)
+    assert child.status == -signal.SIGKILL
+
+
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     """A missing log has none, and broken text does not hide the rest."""
     log = tmp_path / "a.log"
