@@ -23,22 +23,30 @@ class CellCheck:
     def __init__(self, memory: RegionMemory, cells: tuple[int, ...]) -> None:
         self.cells: Final = tuple(cells)
         self._map: Final = memory.map
-        index = np.unique(np.array(self.cells, np.intp))
-        borders = np.flatnonzero(np.diff(index) != 1) + 1
-        starts, ends = index[np.concatenate(([0], borders))], index[np.concatenate((borders - 1, [-1]))] + 1
-        self._stretches: Final[list[tuple[int, int]]] = [
-            (PAGE_BYTES + CELL_BYTES * start, PAGE_BYTES + CELL_BYTES * end)
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        stretches: list[tuple[int, int]] = []
+        ordered = sorted(set(cells))
+        start = before = ordered[0]
+        for cell in ordered:
+            if cell > before + 1:
+                stretches.append((start, before + 1))
+                start = cell
+            before = cell
+        stretches.append((start, before + 1))
+        self._stretches: Final = [
+            (PAGE_BYTES + CELL_BYTES * start, PAGE_BYTES + CELL_BYTES * end) for start, end in stretches
         ]
-        self._index: Final[Any] = index
-        self._column: Final[Any] = np.ndarray((memory.num_cells,), _WORD, memory.map, PAGE_BYTES)
+        self._index: Any = None
+        self._column: Any = None
+        if len(stretches) > _FEW:
+            self._index = np.array(ordered, np.intp)
+            self._column = np.ndarray((memory.num_cells,), _WORD, memory.map, PAGE_BYTES)
         self._expected: tuple[int, list[bytes]] = (-1, [])
 
     def all_hold(self, generation: int) -> bool:
         """Whether each of the cells holds `generation` now."""
         if not 0 <= generation <= MAX_GENERATION:
             return False
-        if len(self._stretches) > _FEW:
+        if self._column is not None:
             wrong = self._column[self._index] != np.uint64(generation)
             return not np.count_nonzero(wrong)
         known, expected = self._expected

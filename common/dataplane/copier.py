@@ -4,7 +4,7 @@ A copy of many pieces is one call (numpy, one inner loop in C). Its items are ro
 each: numpy keeps the interpreter lock for fewer than 500 items, whatever their size, and the computation would stand still.
 
 All calls of a group are prepared before the first is made. A large copy leaves nothing of the interpreter in the core's cache;
-looking at each piece after the copy of the one before would take three times as long.
+looking at each piece after the copy of the one before would take twice as long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from common.dataplane.shm_memory import RegionMemory
 from common.layout.run import Run
-from common.layout.run_batch import RunBatch, Scatter
+from common.layout.run_batch import Placed, RunBatch, RunPattern, Scatter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,8 +37,6 @@ _FEW: Final = 4
 _WORDS: Final = np.dtype(np.uint64)
 _BYTES: Final = np.dtype(np.uint8)
 
-PlacedPiece = tuple[Run | Scatter, int, int]
-"""A piece with what is to be added to its local and its remote offsets."""
 _Call = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -52,58 +50,62 @@ class _Buffer(threading.local):
 _buffer: Final = _Buffer()
 
 
-def groups_of(batch: RunBatch) -> Iterator[list[PlacedPiece]]:
-    """The batch's pieces in groups that each move at most `CHUNK_BYTES`; longer pieces are cut."""
-    group: list[PlacedPiece] = []
+def groups_of(batch: RunBatch) -> Iterator[list[Placed]]:
+    """The batch in groups that each move at most `CHUNK_BYTES`; what is longer is cut."""
+    group: list[Placed] = []
     nbytes = 0
-    for placed in batch.placed:
-        for whole in placed.pattern.pieces:
-            for piece in (whole,) if whole.nbytes <= CHUNK_BYTES else _cut(whole):
-                if nbytes + piece.nbytes > CHUNK_BYTES:
-                    yield group
-                    group, nbytes = [], 0
-                group.append((piece, placed.local_base, placed.remote_base))
-                nbytes += piece.nbytes
+    for whole in batch.placed:
+        for placed in (whole,) if whole.pattern.nbytes <= CHUNK_BYTES else _pieces_of(whole):
+            size = placed.pattern.nbytes
+            if not size:
+                continue
+            if nbytes + size > CHUNK_BYTES and group:
+                yield group
+                group, nbytes = [], 0
+            group.append(placed)
+            nbytes += size
     if group:
         yield group
 
 
-def copy_pieces(group: Iterable[PlacedPiece], here: RegionMemory, there: RegionMemory, *, to_remote: bool) -> int:
-    """Copy pieces that lie within both memories, in any order; return how many bytes. Long copies free the interpreter lock."""
+def copy_group(group: Iterable[Placed], here: RegionMemory, there: RegionMemory, *, to_remote: bool) -> int:
+    """Copy patterns that lie within both memories, in any order; return how many bytes. Long copies free the interpreter lock."""
+    source, target = (here, there) if to_remote else (there, here)
     nbytes = 0
     calls: list[_Call] = []
-    for piece, local_base, remote_base in group:
-        nbytes += piece.nbytes
-        if isinstance(piece, Run):
-            local = here, local_base + piece.local_offset, piece.local_stride
-            remote = there, remote_base + piece.remote_offset, piece.remote_stride
-            source, target = (local, remote) if to_remote else (remote, local)
-            if piece.length <= _SMALL_BYTES and piece.count <= _FEW:
-                _copy_small(piece.length, piece.count, source, target)
-            else:
-                calls.append((np.copyto, (_rows(piece, target), _rows(piece, source))))
-        else:
-            local_side = _table(piece, here, local_base), piece.local_rows
-            remote_side = _table(piece, there, remote_base), piece.remote_rows
+    for placed in group:
+        pattern, local_base, remote_base = placed.pattern, placed.local_base, placed.remote_base
+        nbytes += pattern.nbytes
+        for piece in pattern.pieces:
+            if not isinstance(piece, Run):
+                bases = (local_base, remote_base) if to_remote else (remote_base, local_base)
+                calls.append(_scatter_call(piece, source, target, bases, to_remote=to_remote))
+                continue
+            length, count = piece.length, piece.count
             if to_remote:
-                first, step = int(piece.local[0]), piece.local_step
-                source = here, local_base + first, step or 0
-                read, written = local_side, remote_side
+                start, step = local_base + piece.local_offset, piece.local_stride
+                end, end_step = remote_base + piece.remote_offset, piece.remote_stride
             else:
-                first, step = int(piece.remote[0]), piece.remote_step
-                source = there, remote_base + first, step or 0
-                read, written = remote_side, local_side
-            if step is None:
-                calls.append((_scatter, (piece, *read, *written)))
+                start, step = remote_base + piece.remote_offset, piece.remote_stride
+                end, end_step = local_base + piece.local_offset, piece.local_stride
+            if length <= _SMALL_BYTES and count <= _FEW:
+                for _ in range(count):
+                    target.data[end : end + length] = source.data[start : start + length]
+                    start += step
+                    end += end_step
             else:
-                calls.append((_scatter_rows, (_rows_of(piece.length, len(piece.local), source), *written)))
+                rows = _rows(target, end, length, count, end_step), _rows(source, start, length, count, step)
+                calls.append((np.copyto, rows))
     for call, arguments in calls:
         call(*arguments)
     return nbytes
 
 
-_Place = tuple[RegionMemory, int, int]
-"""A memory, an offset into its data, and the distance from piece to piece."""
+def _pieces_of(placed: Placed) -> Iterator[Placed]:
+    """The pieces of a pattern one by one, cut where they are too long."""
+    for piece in placed.pattern.pieces:
+        for part in (piece,) if piece.nbytes <= CHUNK_BYTES else _cut(piece):
+            yield Placed(RunPattern((part,)), placed.local_base, placed.remote_base)
 
 
 def _cut(piece: Run | Scatter) -> Iterator[Run | Scatter]:
@@ -129,33 +131,32 @@ def _cut(piece: Run | Scatter) -> Iterator[Run | Scatter]:
             )
 
 
-def _copy_small(length: int, count: int, source: _Place, target: _Place) -> None:
-    memory, offset, stride = source
-    read = memory.data
-    memory, place, step = target
-    written = memory.data
-    for _ in range(count):
-        written[place : place + length] = read[offset : offset + length]
-        offset += stride
-        place += step
-
-
-def _rows(run: Run, place: _Place) -> Rows:
-    return _rows_of(run.length, run.count, place)
-
-
-def _rows_of(length: int, count: int, place: _Place) -> Rows:
-    """`count` rows of `length` bytes at a place; they may overlap."""
-    memory, offset, stride = place
+def _rows(memory: RegionMemory, offset: int, length: int, count: int, step: int) -> Rows:
+    """`count` rows of `length` bytes of the data from `offset` on, `step` bytes apart; they may overlap."""
     if length % 8:
-        return np.ndarray((count, length), _BYTES, memory.map, memory.base + offset, (stride, 1))
-    return np.ndarray((count, length // 8), _WORDS, memory.map, memory.base + offset, (stride, 8))
+        return np.ndarray((count, length), _BYTES, memory.map, memory.base + offset, (step, 1))
+    return np.ndarray((count, length // 8), _WORDS, memory.map, memory.base + offset, (step, 8))
 
 
 def _table(piece: Scatter, memory: RegionMemory, base: int) -> Rows:
     """Every row of the piece's length that begins a multiple of its `row_bytes` after `base`."""
     length, step = piece.length, piece.row_bytes
-    return _rows_of(length, (memory.length - base - length) // step + 1, (memory, base, step))
+    return _rows(memory, base, length, (memory.length - base - length) // step + 1, step)
+
+
+def _scatter_call(
+    piece: Scatter, source: RegionMemory, target: RegionMemory, bases: tuple[int, int], *, to_remote: bool
+) -> _Call:
+    """How to copy a scatter; `bases` are the source's and the target's. A source with regular rows needs no buffer."""
+    if to_remote:
+        offsets, starts, step, ends = piece.local, piece.local_rows, piece.local_step, piece.remote_rows
+    else:
+        offsets, starts, step, ends = piece.remote, piece.remote_rows, piece.remote_step, piece.local_rows
+    written = _table(piece, target, bases[1])
+    if step is not None:
+        rows = _rows(source, bases[0] + int(offsets[0]), piece.length, len(offsets), step)
+        return _scatter_rows, (rows, written, ends)
+    return _scatter, (piece, _table(piece, source, bases[0]), starts, written, ends)
 
 
 def _scatter_rows(source: Rows, written: Rows, ends: Any) -> None:

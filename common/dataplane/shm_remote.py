@@ -12,7 +12,7 @@ from typing import Final
 
 from common.dataplane.cell_check import CellCheck
 from common.dataplane.checks import check_grant, check_runs
-from common.dataplane.copier import copy_pieces, groups_of
+from common.dataplane.copier import copy_group, groups_of
 from common.dataplane.ofd_lock import SharedLocks
 from common.dataplane.port import Outcome, Region, TransferResult, WriteGrant
 from common.dataplane.shm_memory import RegionMemory, lock_offset
@@ -23,6 +23,7 @@ from common.layout.run_batch import RunBatch
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import InvalidValueError
 
+_MOST_CHECKS: Final = 64
 _NAP_S: Final = 0.000_05
 _STALE: Final = "the grant's generation is no longer the one in its cells"
 
@@ -46,7 +47,7 @@ class ShmRemoteRegion:
         self._peer_alive = True
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN | select.POLLRDHUP)
-        self._last_check = CellCheck(self._memory, (0,))
+        self._checks: dict[int, CellCheck] = {}
 
     @property
     def closed(self) -> bool:
@@ -136,23 +137,31 @@ class ShmRemoteRegion:
         for group in groups_of(batch):
             if nbytes and (reason := self._stop_reason(cells, generation, deadline)):
                 return _failed(reason, nbytes)
-            nbytes += copy_pieces(group, local, self._memory, to_remote=to_remote)
+            nbytes += copy_group(group, local, self._memory, to_remote=to_remote)
         if to_remote and (reason := self._stop_reason(cells, generation, None)):
             return _failed(reason, nbytes)
         return TransferResult(outcome=Outcome.DONE, nbytes=nbytes)
 
     def _refusal(self, runs: Sequence[Run], local: RegionMemory, grant: WriteGrant) -> str:
         """Why these arguments are refused whatever the time; "" when they are not."""
-        known = grant.cells is self._last_check.cells and 0 <= grant.lock_cell < self._memory.num_cells
+        known = self._known(grant.cells) is not None and 0 <= grant.lock_cell < self._memory.num_cells
         refused = "" if known else check_grant(grant, self._memory.num_cells)
         return refused or check_runs(runs, local.length, self._memory.length)
 
     def _check_of(self, grant: WriteGrant) -> CellCheck:
         """The check of a grant whose cells lie in the header. All writes of a chunk name the same tuple: it is prepared once."""
-        last = self._last_check
-        if grant.cells is not last.cells:
-            last = self._last_check = CellCheck(self._memory, grant.cells)
-        return last
+        check = self._known(grant.cells)
+        if check is None:
+            check = CellCheck(self._memory, grant.cells)
+            if len(self._checks) >= _MOST_CHECKS:
+                self._checks.clear()
+            self._checks[id(check.cells)] = check
+        return check
+
+    def _known(self, cells: tuple[int, ...]) -> CellCheck | None:
+        """The check of this very tuple, if there is one: it keeps the tuple alive, so that no other has its identity."""
+        check = self._checks.get(id(cells))
+        return check if check is not None and check.cells is cells else None
 
     def _stop_reason(self, cells: CellCheck, generation: int, deadline: float | None) -> str:
         """Why a transfer must not start or go on; "" when it may."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -97,8 +98,13 @@ def cells_of(parts: Sequence[PushPart], lock_cell: int) -> tuple[int, ...]:
             found.append(last.cells(planned.modulus, planned.residue, lock_cell))
     match found:
         case []:
-            return (lock_cell,)
+            return _slot_alone(lock_cell)
         case [cells] | [cells, *_] if all(other is cells for other in found):
             return cells
         case _:
             return tuple(dict.fromkeys(cell for cells in found for cell in cells))
+
+
+@lru_cache(maxsize=1024)
+def _slot_alone(lock_cell: int) -> tuple[int, ...]:
+    return (lock_cell,)

@@ -99,13 +99,12 @@ class Placed(msgspec.Struct, frozen=True):
 
     def is_within(self, local_length: int, remote_length: int) -> bool:
         """Whether every byte of every run lies within data of these lengths."""
-        pattern = self.pattern
-        (local_low, local_high), (remote_low, remote_high) = pattern.local_span, pattern.remote_span
+        pattern, local_base, remote_base = self.pattern, self.local_base, self.remote_base
+        local_low, local_high = pattern.local_span
+        remote_low, remote_high = pattern.remote_span
         return not pattern.nbytes or (
-            self.local_base + local_low >= 0
-            and self.local_base + local_high <= local_length
-            and self.remote_base + remote_low >= 0
-            and self.remote_base + remote_high <= remote_length
+            -local_low <= local_base <= local_length - local_high
+            and -remote_low <= remote_base <= remote_length - remote_high
         )
 
     def runs(self) -> Iterator[Run]:

@@ -43,7 +43,7 @@ region = plane.allocate(1 << 16, 4)
 region.data[:] = b"\\x55" * (1 << 16)
 grant = WriteGrant(lock_cell=3, cells=(0, 3), generation=1)
 run = Run(local_offset=0, remote_offset=0, length=1 << 16)
-copy_pieces = shm_remote.copy_pieces
+copy_group = shm_remote.copy_group
 
 def say(text):
     print(text, flush=True)
@@ -51,7 +51,7 @@ def say(text):
 def stop_in_the_middle(*arguments, **named):
     say("in flight")
     sys.stdin.readline()
-    return copy_pieces(*arguments, **named)
+    return copy_group(*arguments, **named)
 
 say(msgspec.json.encode(region.descriptor).decode())
 for line in sys.stdin:
@@ -62,7 +62,7 @@ for line in sys.stdin:
     elif command == "write":
         say(remote.write([run], region, grant, now() + 60).outcome.value)
     elif command == "hold":
-        shm_remote.copy_pieces = stop_in_the_middle
+        shm_remote.copy_group = stop_in_the_middle
         say(remote.write([run], region, grant, now() + 60).outcome.value)
     elif command == "quit":
         plane.close()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from common.dataplane import shm_remote
-from common.dataplane.copier import copy_pieces
+from common.dataplane.copier import copy_group
 from common.dataplane.fake import FakeDataPlane
 from common.dataplane.fake_network import FakeNetwork, Fault, FaultKind
 from common.dataplane.port import (
@@ -112,12 +112,12 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
         def hold_shm(hold: Hold) -> None:
             def stop_and_copy(*arguments: object, **named: object) -> int:
-                monkeypatch.setattr(shm_remote, "copy_pieces", copy_pieces)
+                monkeypatch.setattr(shm_remote, "copy_group", copy_group)
                 hold.entered.set()
                 assert hold.gate.wait(PATIENCE_S)
-                return copy_pieces(*arguments, **named)  # type: ignore[arg-type] # passed on as they came
+                return copy_group(*arguments, **named)  # type: ignore[arg-type] # passed on as they came
 
-            monkeypatch.setattr(shm_remote, "copy_pieces", stop_and_copy)
+            monkeypatch.setattr(shm_remote, "copy_group", stop_and_copy)
 
         made = Bench(lambda name: ShmDataPlane(tmp_path, peer_id=name, incarnation="i1", now=NOW), hold_shm)
     yield made

@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 
 from common.dataplane import shm_remote
-from common.dataplane.copier import copy_pieces
+from common.dataplane.copier import copy_group
 from common.engine.port import EngineError, EngineInfo
 from common.engine.rank_group import RankGroup
 from common.engine.rank_launch import Launcher, ProcessLauncher
@@ -273,9 +273,9 @@ async def test_memory_that_is_still_being_read_is_not_given_back(
     def held(*arguments: Any, **named: Any) -> int:
         entered.set()
         assert gate.wait(60)
-        return copy_pieces(*arguments, **named)
+        return copy_group(*arguments, **named)
 
-    monkeypatch.setattr(shm_remote, "copy_pieces", held)
+    monkeypatch.setattr(shm_remote, "copy_group", held)
     prompt = reference.prompts[1].token_ids
     async with AsyncExitStack() as stack:
         pair = await Pair.make(stack, reference.folder, tmp_path, (1, 1))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.dataplane import copier
 from common.dataplane.checks import check_runs
-from common.dataplane.copier import copy_pieces, groups_of
+from common.dataplane.copier import copy_group, groups_of
 from common.dataplane.shm_memory import RegionMemory, create_memory
 from common.layout import joining
 from common.layout.joining import batch_of, join_runs, pattern_of
@@ -50,10 +50,7 @@ def grouped(batch: RunBatch, chunk: int) -> list[list[Run]]:
     """The groups that are copied between two looks at the grant, as runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copier, "CHUNK_BYTES", chunk)
-        return [
-            list(RunBatch(Placed(RunPattern([piece]), local, remote) for piece, local, remote in group))
-            for group in groups_of(batch)
-        ]
+        return [list(RunBatch(group)) for group in groups_of(batch)]
 
 
 @given(RUNS)
@@ -125,7 +122,10 @@ def test_scatters_move_exactly_their_bytes(
     expected = bytearray(target.data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copier, "BUFFER_BYTES", 64)
-        assert copy_pieces([(scatter, local_base, remote_base)], here, there, to_remote=to_remote) == scatter.nbytes
+        assert (
+            copy_group([Placed(RunPattern([scatter]), local_base, remote_base)], here, there, to_remote=to_remote)
+            == scatter.nbytes
+        )
     written: set[int] = set()
     ambiguous: set[int] = set()
     for local, remote in byte_pairs(list(scatter.runs())):
@@ -155,7 +155,7 @@ def test_long_copies_have_enough_items_for_numpy_to_free_the_interpreter_lock(le
     flat = Run(local_offset=0, remote_offset=0, length=3 * length)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "copyto", record)
-        copy_pieces([(strided, 0, 0), (flat, 0, 0)], memory, memory, to_remote=True)
+        copy_group([Placed(RunPattern([strided, flat]))], memory, memory, to_remote=True)
     assert len(sizes) == 2
     assert min(sizes) > 500
 
