@@ -103,11 +103,10 @@ def test_equal_cuts_need_one_copy_a_cache() -> None:
     assert len(made) == 2 * 4
     for template in made:
         if isinstance(template, SlotTemplate):
-            runs = bind_slot(template, 1, 2)
+            (run,) = bind_slot(template, 1, 2)
         else:
-            runs = bind_tokens(template, [1, 2, 3], [4, 5, 6], 0, 9, 3)
-        assert len(runs) == 1
-        assert runs[0].count == 1
+            (run,) = bind_tokens(template, [1, 2, 3], [4, 5, 6], 0, 9, 3)
+        assert run.count == 1
 
 
 def test_ids_that_do_not_exist_are_refused() -> None:
