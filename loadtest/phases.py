@@ -9,7 +9,7 @@ import msgspec
 
 from contracts.events import EventName, HandoffEvent
 from loadtest.client import Sample
-from services.launcher.core.timeline import build
+from services.launcher.core.timeline import build, tells_all
 
 PUSH_PREFIX: Final = "push, rank "
 PHASES: Final = (
@@ -134,7 +134,7 @@ def _read(events: Sequence[HandoffEvent]) -> Handoff | None:
         handoff_id=submitted.handoff_id,
         submitted_ns=submitted.at_ns,
         num_prompt_tokens=submitted.num_tokens or 0,
-        finished=EventName.REQUEST_FINISHED in by_name,
+        finished=EventName.REQUEST_FINISHED in by_name and tells_all(events),
         phases=phases,
         num_bytes=timeline.num_bytes,
         num_parts=timeline.num_parts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Final, assert_never
@@ -28,6 +29,7 @@ EXIT_FAILED: Final = 1
 EXIT_SETTINGS: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _DEFAULT_NATS: Final = "nats://127.0.0.1:4222"
 
 
@@ -51,7 +53,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except PdmeshError as error:
         print(f"pdmesh: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return EXIT_INTERRUPTED
 
 
@@ -88,5 +90,11 @@ async def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         await follow_events(bus, console, from_start=arguments.all)
         return EXIT_CLEAN
 
+    task = asyncio.current_task()
+    if task is None:
+        raise AssertionError("a coroutine that `asyncio.run` runs is a task")
+    for number in _SIGNALS:
+        # Set by hand: a shell's background job starts with SIGINT ignored, and Python then leaves it so.
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     url = arguments.nats or environment().get("PD_NATS_URL") or _DEFAULT_NATS
     return await with_bus(url, use, say=console.say)

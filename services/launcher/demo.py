@@ -11,12 +11,12 @@ import aiohttp
 from common.bus.port import Bus
 from common.runtime.clock import Clock, Deadline
 from contracts.errors import PdmeshError
-from contracts.events import EventName, HandoffEvent
+from contracts.events import HandoffEvent
 from services.launcher.bus import with_bus
 from services.launcher.chat import ChatClient
 from services.launcher.console import Console
 from services.launcher.core.table import render
-from services.launcher.core.timeline import build, by_handoff, is_finished
+from services.launcher.core.timeline import build, by_handoff, tells_all
 from services.launcher.mesh import RunningMesh
 from services.launcher.stream import read_all
 
@@ -70,19 +70,12 @@ class Demo:
         while True:
             told_of = by_handoff((await read_all(bus)).events)
             handoffs = {name: events for name, events in told_of.items() if name not in others}
-            finished = [name for name, events in handoffs.items() if is_finished(events)]
-            told = [name for name in finished if _gave_memory_back(handoffs[name])]
+            told = [name for name, events in handoffs.items() if tells_all(events)]
             if len(told) >= _NUM_REQUESTS:
                 return handoffs
             if deadline.passed:
                 raise PdmeshError(
-                    f"the event stream tells of {len(handoffs)} handoffs, {len(finished)} finished and {len(told)} with"
-                    f" their memory released; expected {_NUM_REQUESTS} after {_EVENTS_WITHIN_S:.0f} s"
+                    f"the event stream tells of {len(handoffs)} handoffs, and all of {len(told)}; expected"
+                    f" {_NUM_REQUESTS} after {_EVENTS_WITHIN_S:.0f} s"
                 )
             await self._clock.sleep(_POLL_S)
-
-
-def _gave_memory_back(events: list[HandoffEvent]) -> bool:
-    names = {event.event for event in events}
-    mixed = any(event.mixed_worker is not None for event in events)
-    return EventName.DECODE_RELEASED in names and (mixed or EventName.PREFILL_RELEASED in names)

@@ -19,6 +19,7 @@ from services.launcher.settings import LauncherSettings, SettingsStructs
 T = TypeVar("T")
 
 WORKER_ROLES: Final = ("prefill", "decode", "mixed")
+_EQUAL_IN_A_PAIR: Final = ("block_size", "dtype")
 _SHARED_PLACES: Final = ("--", "PD_", "config file")
 
 
@@ -94,6 +95,7 @@ class _Planner:
         router = self._load("router", "router")
         workers = [self._load(role, name, spec) for name, role, spec in specs]
         self._check_models([router, *workers])
+        self._check_pairs([worker for worker in workers if worker is not None])
         if self._problems or launcher is None or broker is None or router is None:
             raise SettingsError(self._distinct_problems())
         return MeshPlan(
@@ -146,6 +148,17 @@ class _Planner:
         for model in sorted(models):
             if not (Path(model) / "config.json").is_file():
                 self._problem("--model", model, "a directory with a checkpoint: config.json is not there")
+
+    def _check_pairs(self, workers: list[ServicePlan]) -> None:
+        """Workers that could never be linked are refused before anything starts."""
+        pairs = [worker for worker in workers if worker.role in {"prefill", "decode"}]
+        for key in _EQUAL_IN_A_PAIR:
+            values = {worker.name: getattr(worker.settings.value, key) for worker in pairs}
+            if len(set(values.values())) > 1:
+                shown = ", ".join(f"{name} {value}" for name, value in values.items())
+                self._problem(
+                    key, shown, "the same on every prefill and decode worker: a cache is copied, not converted"
+                )
 
     def _collect(self, call: Callable[[], T], place: str = "") -> T | None:
         try:

@@ -17,8 +17,11 @@ EXIT_UNKNOWN = 1
 
 
 async def show_timeline(bus: Bus, name: str, console: Console) -> int:
-    """Print the timeline of a handoff, or of every attempt of a request; return 1 if the stream knows nothing of it."""
-    told = await read_handoffs(bus, name)
+    """Print the timeline of a handoff, or of every attempt of a request; return 1 if the stream knows nothing of it.
+
+    A completion's `id`, as a client sees it, will do.
+    """
+    told = await read_handoffs(bus, _internal(name))
     _tell_unreadable(told.num_unreadable, console)
     handoffs = by_handoff(told.events)
     for place, events in enumerate(handoffs.values()):
@@ -45,6 +48,11 @@ async def follow_events(bus: Bus, console: Console, *, from_start: bool) -> None
                 _tell_unreadable(1, console)
             elif fresh not in shown:
                 console.show(render_event(fresh))
+
+
+def _internal(name: str) -> str:
+    """Our own id of what a client knows as `cmpl-...` or `chatcmpl-...`."""
+    return name.removeprefix("chat").removeprefix("cmpl-")
 
 
 def _read(message: Message) -> HandoffEvent | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -30,15 +30,21 @@ from contracts.workers import Link, WorkerRole
 from services.prefill.links import Links
 
 _REPORT_EVERY_S: Final = 0.005
+_TELL_AFTER_S: Final = 1.0
 
 
 class _Prefill(msgspec.Struct, kw_only=True):
-    """What is measured and remembered of one handoff here."""
+    """What is measured and remembered of one handoff here.
+
+    `untold` are events about single parts and layers. There are many of them, and each costs the machine that the
+    takeover runs on: they are published once the prefill is released, or when they are a second old.
+    """
 
     parts: PushedParts
     parts_left: dict[int, int]
     accepted_ns: int
     started_ns: int = 0
+    untold: list[Callable[[], None]] = []
 
 
 class PrefillService(WorkerService):
@@ -75,6 +81,7 @@ class PrefillService(WorkerService):
             "link_checks": self.peers.run_checks(bucket),
             "pushes": self.run_pushes(),
             "reports": self.run_reports(),
+            "events": self.run_events(),
         }
 
     async def _run(self, data: bytes) -> msgspec.Struct:
@@ -162,8 +169,7 @@ class PrefillService(WorkerService):
             if reason is not None:
                 end = partial(self.tokens.end, sequence, deadline, token=produced.token_id, finish_reason=reason)
                 await self.reports.start(end)
-            # The broker waits for the report, nobody waits for these.
-            self.reports.try_start(partial(self._publish_layers, sequence, outcome))
+            prefill.untold += self._layer_events(sequence, outcome)
 
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """Tell the broker that these prompts will not be computed."""
@@ -173,7 +179,9 @@ class PrefillService(WorkerService):
     async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
         """See `WorkerService.end`."""
         await super().end(handoff_id, tombstone=tombstone)
-        self._prefills.pop(handoff_id, None)
+        prefill = self._prefills.pop(handoff_id, None)
+        if prefill is not None:
+            _tell(prefill)
 
     async def run_pushes(self) -> None:
         """Note what the ranks have pushed, as they say it."""
@@ -191,7 +199,7 @@ class PrefillService(WorkerService):
             self._unreported[push.handoff_id, push.rank] = None
             if _is_complete(part, push.role, sequence):
                 prefill.parts_left[push.rank] -= 1
-                self._publish_part(sequence, push, part)
+                prefill.untold.append(self._part_event(sequence, push, part))
                 if prefill.parts_left[push.rank] == 0:
                     await self._report_parts(push.handoff_id, push.rank)
             self._has_unreported.set()
@@ -204,6 +212,15 @@ class PrefillService(WorkerService):
             for handoff_id, rank in tuple(self._unreported):
                 await self._report_parts(handoff_id, rank)
             await self.clock.sleep(_REPORT_EVERY_S)
+
+    async def run_events(self) -> None:
+        """Publish the events of prefills that take long, so that a handoff that is stuck can be seen."""
+        while True:
+            await self.clock.sleep(_TELL_AFTER_S)
+            old_ns = self.clock.monotonic_ns() - int(_TELL_AFTER_S * 1e9)
+            for prefill in self._prefills.values():
+                if prefill.accepted_ns < old_ns:
+                    _tell(prefill)
 
     async def _report_parts(self, handoff_id: str, rank: int) -> None:
         self._unreported.pop((handoff_id, rank), None)
@@ -228,8 +245,9 @@ class PrefillService(WorkerService):
             self.deadline_of(sequence),
         )
 
-    def _publish_part(self, sequence: Sequence, push: PartPushed, part: PartProgress) -> None:
-        self.events.publish(
+    def _part_event(self, sequence: Sequence, push: PartPushed, part: PartProgress) -> Callable[[], None]:
+        return partial(
+            self.events.publish,
             EventName.PART_PUSHED,
             handoff_id=sequence.handoff_id,
             request_id=sequence.request_id,
@@ -244,11 +262,12 @@ class PrefillService(WorkerService):
             destination_rank=push.destination_rank,
         )
 
-    async def _publish_layers(self, sequence: Sequence, outcome: StepOutcome) -> None:
+    def _layer_events(self, sequence: Sequence, outcome: StepOutcome) -> Iterator[Callable[[], None]]:
         for rank, started in enumerate(outcome.result.layer_started_ns):
             ends = (*started[1:], outcome.result.ended_ns)
             for layer, (start_ns, end_ns) in enumerate(zip(started, ends, strict=False)):
-                self.events.publish(
+                yield partial(
+                    self.events.publish,
                     EventName.LAYER_COMPUTED,
                     handoff_id=sequence.handoff_id,
                     request_id=sequence.request_id,
@@ -259,6 +278,12 @@ class PrefillService(WorkerService):
                     layer=layer,
                     source_rank=rank,
                 )
+
+
+def _tell(prefill: _Prefill) -> None:
+    untold, prefill.untold = prefill.untold, []
+    for publish in untold:
+        publish()
 
 
 def _is_complete(part: PartProgress, role: Role, sequence: Sequence) -> bool:

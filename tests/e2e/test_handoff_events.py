@@ -24,6 +24,13 @@ async def _finished(probe: Probe, max_tokens: int = 8, **parameters: Any) -> lis
 
     for last in ("request_finished", "prefill_released"):
         await probe.event(lambda event, last=last: of_this(event) and event["event"] == last)  # type: ignore[misc]  # bound early
+    closed = _one(probe.of_request(request_id), "ledger_closed")
+
+    def tells_all(_: Event) -> bool:
+        names = [event["event"] for event in probe.of_request(request_id)]
+        return names.count("part_pushed") == closed["num_parts"] and "layer_computed" in names
+
+    await probe.event(tells_all)
     return sorted(probe.of_request(request_id), key=lambda event: event["at_ns"])
 
 

@@ -45,8 +45,11 @@ def test_a_running_mesh_answers_alike(pair: Probe) -> None:
 
 def test_a_request_can_be_looked_up_afterwards(pair: Probe, commands: Commands) -> None:
     """`pdmesh events` shows its events as they come, and `pdmesh timeline` how it went, by handoff and by request."""
+    ignoring = ("env", "--ignore-signal=INT")  # as a shell starts its background jobs
     following = subprocess.Popen(
-        commands.pdmesh("events", "--all", "--nats", pair.mesh.nats_url), stdout=subprocess.PIPE, text=True
+        [*ignoring, *commands.pdmesh("events", "--all", "--nats", pair.mesh.nats_url)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert following.stdout is not None
     _complete(pair, "And it came to pass")
@@ -54,10 +57,11 @@ def test_a_request_can_be_looked_up_afterwards(pair: Probe, commands: Commands) 
     following.send_signal(signal.SIGINT)
     following.stdout.read()
     following.stdout.close()
-    following.wait(_LIMIT_S)
+    assert following.wait(_LIMIT_S) == 130
     handoff = finished.split()[1]
     by_handoff = _run(commands.pdmesh("timeline", handoff, "--nats", pair.mesh.nats_url))
-    by_request = _run(commands.pdmesh("timeline", handoff.rpartition("-")[0], "--nats", pair.mesh.nats_url))
+    known_as = f"cmpl-{handoff.rpartition('-')[0]}"
+    by_request = _run(commands.pdmesh("timeline", known_as, "--nats", pair.mesh.nats_url))
     assert by_handoff.returncode == by_request.returncode == 0, by_handoff.stderr + by_request.stderr
     for shown in (by_handoff.stdout, by_request.stdout):
         assert shown.startswith(f"handoff {handoff}: prefill-0 -> decode-0, finished (")

@@ -62,6 +62,14 @@ def _problems(model: str | None, *workers: tuple[str, str], **rest: Any) -> list
     return [f"{problem.key} = {problem.value}: {problem.rule}" for problem in refusal.value.problems]
 
 
+def test_workers_that_could_never_be_linked_are_refused(model: str) -> None:
+    """Block size and dtype are named, with who has which, before anything starts; a mixed worker may differ."""
+    problems = _problems(model, ("prefill", "block_size=16"), ("decode", "block_size=32,dtype=bfloat16"))
+    assert any("block_size" in problem and "prefill-0 16, decode-0 32" in problem for problem in problems)
+    assert any("dtype" in problem for problem in problems)
+    assert len(_plan(model, ("prefill", ""), ("decode", ""), ("mixed", "block_size=32")).workers) == 3
+
+
 def test_workers_are_numbered_by_role(model: str) -> None:
     """A role given twice makes two workers; an id in the SPEC names one, and does not use up a number."""
     plan = _plan(model, ("prefill", "tp=2"), ("decode", "id=big,tp=4"), ("decode", ""), ("prefill", "tp=1"))
@@ -75,14 +83,14 @@ def test_each_place_reaches_who_it_is_meant_for(model: str) -> None:
     """SPEC wins over `--set`, which reaches every service that knows the key, or the one role that it names."""
     plan = _plan(
         model,
-        ("prefill", "block_size=8"),
+        ("prefill", "num_blocks=8"),
         ("decode", ""),
         port=9000,
-        overrides=("block_size=32", "decode.tp=4", "drain_timeout_s=3"),
+        overrides=("num_blocks=32", "decode.tp=4", "drain_timeout_s=3"),
         environ={"PD_TP": "2", "HOME": "/nowhere"},
     )
     prefill, decode = (worker.settings.value for worker in plan.workers)
-    assert (prefill.block_size, decode.block_size, prefill.tp, decode.tp) == (8, 32, 2, 4)
+    assert (prefill.num_blocks, decode.num_blocks, prefill.tp, decode.tp) == (8, 32, 2, 4)
     assert (plan.router.settings.value.port, plan.broker.settings.value.drain_timeout_s) == (9000, 3.0)
     assert str(plan.router.settings.value.model) == str(prefill.model) == model
 

@@ -47,10 +47,12 @@ def _handoff() -> list[HandoffEvent]:
         _event(EventName.PART_PUSHED, 28, "prefill", started_ns=26 * _MS, num_bytes=50, source_rank=1),
         _event(EventName.RANK_PUSHED, 29, source_rank=0, duration_ms=1.0),
         _event(EventName.RANK_PUSHED, 29, source_rank=1, duration_ms=2.0),
-        _event(EventName.LEDGER_CLOSED, 29.5),
+        _event(EventName.LEDGER_CLOSED, 29.5, num_parts=2),
         _event(EventName.PREFILL_FINISHED, 31, duration_ms=16.0),
         _event(EventName.HANDOFF_COMMITTED, 33, rpc_ms=1.5),
         _event(EventName.TAKEN_OVER, 36, started_ns=34 * _MS, prepare_ms=0.1, enqueue_ms=0.2, total_ms=0.3),
+        _event(EventName.PREFILL_RELEASED, 37),
+        _event(EventName.DECODE_RELEASED, 50),
         _event(EventName.REQUEST_FINISHED, 50),
     ]
 
@@ -174,3 +176,12 @@ def test_the_large_shape_has_the_models_bytes() -> None:
     manifest = lay_out(large_shape(1, 1), Coordinates()).manifest(worker_id="w", incarnation="i", model="m")
     states = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert ideal_bytes([manifest], 16) == 16 * 32768 + states
+
+
+@pytest.mark.parametrize("missing", [EventName.PART_PUSHED, EventName.PREFILL_RELEASED, EventName.REQUEST_FINISHED])
+def test_a_handoff_whose_story_is_not_whole_is_not_finished(missing: EventName) -> None:
+    """Events come in the background: figures are made of a handoff only once its last part is told."""
+    events = _handoff()
+    events.remove(next(event for event in events if event.event is missing))
+    (found,) = read_handoffs(events)
+    assert not found.finished

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contracts.events import HandoffEvent
 from services.launcher.core.timeline import Timeline
 
-_HEAD = ("at ms", "ms", "bytes", "parts", "phase", "where", "")
+_HEAD = ("began at ms", "ms", "bytes", "parts", "phase", "where", "")
 _NUM_RIGHT = 4
 
 

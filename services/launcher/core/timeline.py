@@ -55,6 +55,18 @@ def is_finished(events: Iterable[HandoffEvent]) -> bool:
     return any(event.event in _ENDS for event in events)
 
 
+def tells_all(events: Sequence[HandoffEvent]) -> bool:
+    """Whether nothing more will be told of a handoff: it has ended, its memory is back, and so is the word of each part."""
+    names = {event.event for event in events}
+    if not is_finished(events):
+        return False
+    if any(event.mixed_worker is not None for event in events):
+        return EventName.DECODE_RELEASED in names
+    parts = sum(event.event is EventName.PART_PUSHED for event in events)
+    owed = next((event.num_parts or 0 for event in events if event.event is EventName.LEDGER_CLOSED), 0)
+    return {EventName.DECODE_RELEASED, EventName.PREFILL_RELEASED} <= names and parts >= owed
+
+
 def by_handoff(events: Iterable[HandoffEvent]) -> dict[str, list[HandoffEvent]]:
     """The events of each handoff; handoffs in the order in which they are first spoken of."""
     found: dict[str, list[HandoffEvent]] = {}
@@ -84,7 +96,11 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
         if event.event not in _FOLDED
         and not (event.event is EventName.RANK_PUSHED and event.source_rank in pushed_ranks)
     ]
-    rows += _folded("compute", layers, starts, times, origin)
+    # Layers are told of for the last chunk alone; the compute of a prompt begins with its first.
+    begun = [times[event] for event in ordered if event.event is EventName.PREFILL_STARTED]
+    rows += _folded(
+        "compute", layers, {event: min(starts[event], *begun) for event in layers} if begun else starts, times, origin
+    )
     rows += _folded("push", pushes, starts, times, origin)
     ends = [event for event in ordered if event.event in _ENDS]
     carried = pushes or [event for event in ordered if event.event is EventName.RANK_PUSHED]
@@ -113,10 +129,10 @@ def _times(events: list[HandoffEvent]) -> dict[HandoffEvent, int]:
 
 
 def _moment_ns(event: HandoffEvent) -> int:
-    """When it happened: of a takeover the first decode step, of which the broker tells a little later."""
+    """When it began: of a takeover the first decode step, of which the broker tells a little later; of a call its sending."""
     if event.event is EventName.TAKEN_OVER and event.started_ns is not None:
         return event.started_ns
-    return event.at_ns
+    return event.at_ns - round((event.rpc_ms or 0.0) * _MS)
 
 
 def _wall_ns(event: HandoffEvent) -> int:
