@@ -45,6 +45,7 @@ class _Prefill(msgspec.Struct, kw_only=True):
     accepted_ns: int
     started_ns: int = 0
     untold: list[Callable[[], None]] = []
+    failed: bool = False
 
 
 class PrefillService(WorkerService):
@@ -235,8 +236,9 @@ class PrefillService(WorkerService):
     def _fail(self, sequence: Sequence, error: ErrorInfo) -> None:
         self.scheduler.hold(sequence)
         prefill = self._prefills.get(sequence.handoff_id)
-        if prefill is None:
-            return
+        if prefill is None or prefill.failed:
+            return  # with one part of a transfer fail all that were in it: once is enough to say so
+        prefill.failed = True
         self.log.error(
             "prefill_failed", handoff_id=sequence.handoff_id, error_code=error.code, error_message=error.message
         )
