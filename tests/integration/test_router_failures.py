@@ -386,6 +386,17 @@ async def test_ready_waits_for_all_expected_workers(tmp_path: Path) -> None:
         assert answer["missing"]
 
 
+async def test_an_explicit_refusal_is_taken_at_its_word(tmp_path: Path) -> None:
+    """The broker said that it has nothing of the attempt: the worker with the prompt gets a hint, the broker no cancel."""
+    async with router_world(tmp_path) as world:
+        mesh = world.mesh
+        mesh.refuse_submits.append(ErrorInfo(code=ErrorCode.INVALID_REQUEST, message="planted"))
+        status, _, _ = await world.post("/v1/completions", PLAIN)
+        assert status == 400
+        await mesh.until(lambda: mesh.hints)
+    assert mesh.cancels == []
+
+
 async def test_ready_means_that_the_broker_would_take_a_request(tmp_path: Path) -> None:
     """Workers alone do not make a way: a broker that is gone or drains makes the router not ready, and is named."""
     async with router_world(tmp_path) as world:

@@ -63,10 +63,6 @@ class BlockPool:
         """Blocks that `num_tokens` fill."""
         return -(-num_tokens // self.block_size)
 
-    def fits_empty(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` would fit if the pool were empty."""
-        return self.num_blocks_for(num_tokens) <= self.num_blocks
-
     def fits(self, num_tokens: int) -> bool:
         """Whether `reserve` would succeed now."""
         return self.num_blocks_for(num_tokens) <= len(self._free_blocks) and bool(self._free_slots)
