@@ -13,6 +13,7 @@ import msgspec
 import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from yarl import URL
 
 from common.runtime.clock import Deadline, SystemClock
 from contracts import subjects
@@ -23,6 +24,7 @@ from loadtest.mesh import Mesh
 
 DEADLINE_S: Final = 60.0
 _POLL_S: Final = 0.1
+_LISTEN: Final = "0A"
 
 Event = dict[str, Any]
 
@@ -131,7 +133,10 @@ class Probe:
         return found
 
     async def holdings(self) -> Holdings:
-        """What the mesh holds now."""
+        """What the mesh holds now, once no client is connected: a router closes a connection some time after its client did."""
+        async with asyncio.timeout(DEADLINE_S):
+            while _has_clients(URL(self.url).port):
+                await SystemClock().sleep(_POLL_S)
         scans = [await self.scan(record.role, record.worker_id) for record in await self.workers()]
         return Holdings(
             processes=tuple(sorted(_process(pid) for pid in descendants(self.mesh.pid))),
@@ -143,13 +148,19 @@ class Probe:
             consumers=await self._consumers(),
         )
 
-    async def settled(self, baseline: Holdings) -> Holdings:
-        """What the mesh holds once that is the baseline, or at the deadline."""
+    async def assert_settles(self, baseline: Holdings) -> None:
+        """The mesh comes to hold what it held at the baseline: names what it does not, at the deadline."""
         clock = SystemClock()
         deadline = Deadline.after(clock, DEADLINE_S)
         while (now := await self.holdings()) != baseline and not deadline.passed:
             await clock.sleep(_POLL_S)
-        return now
+        differing = {
+            name: (getattr(baseline, name), getattr(now, name))
+            for name in Holdings.__struct_fields__
+            if getattr(baseline, name) != getattr(now, name)
+        }
+        lines = [f"{name}\n  then {then}\n  now  {now}" for name, (then, now) in differing.items()]
+        assert now == baseline, "\n".join(lines)
 
     async def _consumers(self) -> tuple[tuple[str, int], ...]:
         streams = json.loads((await self.nats.request("$JS.API.STREAM.NAMES", b"")).data)["streams"]
@@ -158,6 +169,15 @@ class Probe:
             answer = json.loads((await self.nats.request(f"$JS.API.CONSUMER.NAMES.{stream}", b"")).data)
             found.append((stream, int(answer["total"])))
         return tuple(found)
+
+
+def _has_clients(port: int | None) -> bool:
+    """Whether a process on this machine has an accepted connection of that port open (`proc_pid_net(5)`: local address, state, inode)."""
+    for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
+        fields = line.split()
+        if int(fields[1].partition(":")[2], 16) == port and fields[3] != _LISTEN and fields[9] != "0":
+            return True
+    return False
 
 
 def descendants(pid: int) -> list[int]:

@@ -47,13 +47,14 @@ async def test_leaving_in_any_phase_gives_all_memory_back(slow_pair: Probe, phas
     ends = {"request_cancelled", "request_failed", "request_finished"}
     end = await slow_pair.event(lambda each: each["request_id"] == request_id and each["event"] in ends)
     assert end["event"] == "request_cancelled"
-    assert await slow_pair.settled(baseline) == baseline
+    await slow_pair.assert_settles(baseline)
     choice = await slow_pair.complete([5, 6, 7], 2)
     assert len(choice["token_ids"]) == 2
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_stream(pair: Probe) -> None:
     """After some tokens the connection is cut: decode stops, and everything is back."""
+    await pair.complete([5, 6, 7], 2)
     baseline = await pair.holdings()
     body = {"model": await pair.model(), "prompt": [7] * 50, "max_tokens": 1800, "stream": True, "ignore_eos": True}
     async with pair.http.post(f"{pair.url}/v1/completions", json=body) as response:
@@ -66,4 +67,4 @@ async def test_a_client_that_leaves_in_the_middle_of_its_stream(pair: Probe) -> 
                 break
         response.close()
     await pair.event(lambda each: each["request_id"] == request_id and each["event"] == "request_cancelled")
-    assert await pair.settled(baseline) == baseline
+    await pair.assert_settles(baseline)

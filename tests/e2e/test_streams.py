@@ -41,7 +41,7 @@ async def test_sixteen_streams_equal_their_single_runs_and_leave_nothing(pair: P
     assert [choice["token_ids"] for choice in together] == [choice["token_ids"] for choice in alone]
     assert [choice["usage"]["completion_tokens"] for choice in together] == [24 + length % 17 for length in LENGTHS]
     assert all(choice["usage"]["prompt_tokens_details"]["cached_tokens"] == 0 for choice in together)
-    assert await pair.settled(baseline) == baseline
+    await pair.assert_settles(baseline)
     assert (await pair.scan("decode", "decode-0")).num_prefilled_tokens == 0
     assert (await pair.scan("prefill", "prefill-0")).num_prefilled_tokens >= 2 * sum(LENGTHS)
 

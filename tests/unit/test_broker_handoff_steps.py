@@ -144,6 +144,16 @@ def test_a_refused_reserve_releases_prefill_which_holds_the_prompt() -> None:
     assert WorkerRole.PREFILL in {effect.role for effect in effects if isinstance(effect, fx.AskRelease)}
 
 
+@pytest.mark.parametrize("ask", [ev.Ask.RESERVE, ev.Ask.RUN])
+def test_what_a_worker_refuses_as_cancelled_ends_as_cancelled(ask: ev.Ask) -> None:
+    """A client has left, and the router's hint came to the worker before its cancel came to the broker: nothing has failed."""
+    error = ErrorInfo(code=ErrorCode.CANCELLED, message="released already")
+    handoff = reserving() if ask is ev.Ask.RESERVE else reserved(reserving())[0]
+    handoff, _ = step(handoff, ev.AskRefused(at_ns=SECOND, ask=ask, error=error))
+    assert handoff.verdict is not None
+    assert handoff.verdict.state is HandoffState.CANCELLED
+
+
 def test_an_acceptance_after_the_end_is_answered_by_a_release() -> None:
     """A reserve that was slow may have taken memory after the release was obeyed."""
     handoff = reserving()

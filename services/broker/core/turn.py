@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from contracts.errors import ErrorInfo
+from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
 from contracts.handoff import (
     HandoffRecord,
@@ -116,8 +116,12 @@ class Turn:
             self.set(verdict=verdict)
 
     def fail(self, error: ErrorInfo) -> None:
-        """End in failure, unless the end is decided already."""
-        self.judge(Verdict(state=HandoffState.FAILED, error=error))
+        """End in failure, unless the end is decided already.
+
+        What a worker calls cancelled has been cancelled: the router tells workers directly too, so they may know before the broker.
+        """
+        cancelled = error.code is ErrorCode.CANCELLED
+        self.judge(Verdict(state=HandoffState.CANCELLED if cancelled else HandoffState.FAILED, error=error))
 
     def conclude(self, record: HandoffRecord) -> None:
         """Enter a terminal state: memory back everywhere, one last word to whoever waits."""
