@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.dataplane.port import DataPlane
 from common.engine.collectives.threads import ThreadGroup
 from common.engine.port import EngineInfo
 from common.engine.rank_group import RankGroup
@@ -21,6 +22,7 @@ from contracts.manifest import Namespace, Role
 from contracts.rank import BindSequence, PushOutcome, PushTarget, StartRank, StepItem, StepPlan
 from contracts.requests import SamplingParams, WorkerRef
 from contracts.workers import WorkerDescription
+from tests.integration.cache_bytes import Memories
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1024
@@ -73,10 +75,14 @@ class Worker:
         return {token.seq: token.token_id for token in result.tokens}
 
 
-async def start_worker(name: str, folder: Path, sockets: Path, tp: int) -> Worker:
-    """Start an engine of `tp` thread ranks."""
+async def start_worker(name: str, folder: Path, sockets: Path, tp: int, *, memories: Memories | None = None) -> Worker:
+    """Start an engine of `tp` thread ranks, whose regions `memories` remembers."""
     threads = ThreadGroup(tp, timeout_s=60)
     clock = SystemClock()
+
+    def open_data_plane(start: StartRank) -> DataPlane:
+        plane = open_shm(start, clock)
+        return plane if memories is None else memories.watch(start, plane)
 
     def serve_rank(connection: socket.socket, rank: int, size: int) -> None:
         del rank
@@ -85,7 +91,7 @@ async def start_worker(name: str, folder: Path, sockets: Path, tp: int) -> Worke
             RankEnvironment(
                 clock=clock,
                 join=lambda start: threads.join(start.rank) if size > 1 else None,
-                open_data_plane=lambda start: open_shm(start, clock),
+                open_data_plane=open_data_plane,
             ),
         )
 
