@@ -1,41 +1,22 @@
-"""From a template and a request's ids to copies of bytes. This is on the hot path of a handoff.
+"""From a template and a request's block ids to copies of bytes. This is on the hot path of a handoff.
 
-A request's block ids are listed in the order of its tokens: `src_block_ids[g]` holds block g of the sequence. The destination
-lists only the blocks that it owns: block g is `dst_block_ids[g // modulus]` (equal to g without context parallelism).
-"Local" in the runs is the source; a reader turns them round with `as_reader`.
+Block ids are listed as `extents` says. "Local" in the runs is the source; a reader turns them round with `as_reader`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from common.layout.context_parallel import owned_blocks
+from common.layout.extents import extents
 from common.layout.joining import join_columns, join_runs
 from common.layout.run import Run
 from common.layout.run_batch import Placed, RunBatch, RunPattern, Scatter
-from common.layout.templates import PagedTemplate, SlotTemplate
+from common.layout.templates import PagedTemplate
 from contracts.errors import InvalidValueError
-
-
-class PartBlock(NamedTuple):
-    """A block of which only `num_tokens` tokens from token `first` on count."""
-
-    src_block: int
-    dst_block: int
-    first: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extents:
-    """The blocks that hold a range of tokens: full ones as ids of both sides, in the order of the tokens, and parts of blocks."""
-
-    src_blocks: tuple[int, ...]
-    dst_blocks: tuple[int, ...]
-    parts: tuple[PartBlock, ...]
 
 
 class Geometry(NamedTuple):
@@ -65,48 +46,6 @@ class Geometry(NamedTuple):
             template.src_num_blocks,
             template.dst_num_blocks,
         )
-
-
-def extents(
-    src_block_ids: Sequence[int],
-    dst_block_ids: Sequence[int],
-    start: int,
-    end: int,
-    block_size: int,
-    *,
-    modulus: int = 1,
-    residue: int = 0,
-) -> Extents:
-    """The blocks that hold tokens `[start, end)` of a sequence. The same for all layers: share it.
-
-    Only blocks g with `g % modulus == residue` count. Raises `InvalidValueError` when a list of ids is too short for `end`.
-    """
-    if not 0 <= start <= end:
-        raise InvalidValueError(field="tokens", value=(start, end), rule="0 <= start <= end")
-    blocks = _owned_blocks(start, end, block_size, modulus, residue)
-    if not blocks:
-        return Extents(src_blocks=(), dst_blocks=(), parts=())
-    for field, ids, needed in (
-        ("src_block_ids", src_block_ids, blocks[-1] + 1),
-        ("dst_block_ids", dst_block_ids, blocks[-1] // modulus + 1),
-    ):
-        if len(ids) < needed:
-            raise InvalidValueError(field=field, value=f"{len(ids)} ids", rule=f"at least {needed} for token {end - 1}")
-    src = src_block_ids[blocks[0] : blocks[-1] + 1 : modulus]
-    dst = dst_block_ids[blocks[0] // modulus : blocks[-1] // modulus + 1]
-    # Only the first and the last of the blocks can hold other tokens as well.
-    low = int(blocks[0] * block_size < start or (blocks[0] + 1) * block_size > end)
-    high = len(blocks) - int(len(blocks) > low and (blocks[-1] + 1) * block_size > end)
-    parts = tuple(
-        PartBlock(
-            src[place],
-            dst[place],
-            max(start - blocks[place] * block_size, 0),
-            min(end - blocks[place] * block_size, block_size) - max(start - blocks[place] * block_size, 0),
-        )
-        for place in (*range(low), *range(high, len(blocks)))
-    )
-    return Extents(src_blocks=tuple(src[low:high]), dst_blocks=tuple(dst[low:high]), parts=parts)
 
 
 class TokenChunk:
@@ -145,7 +84,7 @@ class TokenChunk:
         key = modulus, residue, slot_cell
         found = self._cells.get(key)
         if found is None:
-            blocks = _owned_blocks(self.start, self.end, self.block_size, modulus, residue)
+            blocks = owned_blocks(self.start, self.end, self.block_size, modulus, residue)
             found = self._cells[key] = (slot_cell, *(self.dst_block_ids[block // modulus] for block in blocks))
         return found
 
@@ -192,71 +131,6 @@ def bind_tokens(  # noqa: PLR0917 - see TokenChunk
     return RunBatch((Placed(pattern, template.src_offset, template.dst_offset),))
 
 
-def bind_slot(
-    template: SlotTemplate, src_slot: int, dst_slot: int, *, src_row: int = 0, dst_row: int = 0
-) -> tuple[Run, ...]:
-    """The run that moves one sequence's state between two slots, from `src_row` on to `dst_row` on.
-
-    With speculation the state of a sequence begins at the row of the last accepted token (SSM: that row, CONV: three rows from
-    there); without, at 0. Raises `InvalidValueError` for a slot or a row that does not exist.
-    """
-    _check_id("src_slot", src_slot, template.src_num_slots)
-    _check_id("dst_slot", dst_slot, template.dst_num_slots)
-    _check_rows("src_row", src_row, template)
-    _check_rows("dst_row", dst_row, template)
-    run = slot_rows(template)
-    return (
-        Run(
-            local_offset=run.local_offset + src_slot * template.src_slot_stride + src_row * template.src_row_stride,
-            remote_offset=run.remote_offset + dst_slot * template.dst_slot_stride + dst_row * template.dst_row_stride,
-            length=run.length,
-            count=run.count,
-            local_stride=run.local_stride,
-            remote_stride=run.remote_stride,
-        ),
-    )
-
-
-def slot_rows(template: SlotTemplate) -> Run:
-    """The run that moves a state from row 0 of slot 0 to row 0 of slot 0: other slots and rows lie at other bases."""
-    length, count = template.row_bytes, template.moved_rows
-    src_stride, dst_stride = template.src_row_stride, template.dst_row_stride
-    if count == 1 or src_stride == dst_stride == length:
-        return Run(local_offset=template.src_offset, remote_offset=template.dst_offset, length=length * count)
-    return Run(
-        local_offset=template.src_offset,
-        remote_offset=template.dst_offset,
-        length=length,
-        count=count,
-        local_stride=src_stride,
-        remote_stride=dst_stride,
-    )
-
-
-def as_reader(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The same copies as the destination sees them, which reads: local and remote change places."""
-    return tuple(
-        Run(
-            local_offset=run.remote_offset,
-            remote_offset=run.local_offset,
-            length=run.length,
-            count=run.count,
-            local_stride=run.remote_stride,
-            remote_stride=run.local_stride,
-        )
-        for run in runs
-    )
-
-
-def _owned_blocks(start: int, end: int, block_size: int, modulus: int, residue: int) -> range:
-    """The blocks of a sequence that hold tokens `[start, end)` and belong to the residue."""
-    if start >= end:
-        return range(0)
-    first = start // block_size
-    first += (residue - first) % modulus
-    return range(first, (end - 1) // block_size + 1, modulus)
-
-
 def _heads_of(geometry: Geometry, src_block: int, dst_block: int, skipped: int, length: int) -> Run:
     """Some tokens of one block: a piece of each head."""
     src = src_block * geometry.src_block_stride + skipped
@@ -301,10 +175,3 @@ def _rising_step(ids: tuple[int, ...]) -> int:
 def _check_id(field: str, value: int, count: int) -> None:
     if not 0 <= value < count:
         raise InvalidValueError(field=field, value=value, rule=f"0 to {count - 1}")
-
-
-def _check_rows(field: str, row: int, template: SlotTemplate) -> None:
-    first = template.moved_rows - 1
-    if row < 0 or row + first >= template.num_rows:
-        shown = (row, row + first) if first else row
-        raise InvalidValueError(field=field, value=shown, rule=f"0 to {template.num_rows - 1}")

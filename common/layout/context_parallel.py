@@ -44,15 +44,22 @@ def local_length(length: int, block_size: int, dcp_size: int, rank: int) -> int:
     return rounds * block_size + min(max(rest - rank * block_size, 0), block_size)
 
 
+def owned_blocks(start: int, end: int, block_size: int, modulus: int, residue: int) -> range:
+    """The blocks b of a sequence that hold some of the tokens `[start, end)`, with `b % modulus == residue`."""
+    if start >= end:
+        return range(0)
+    first = start // block_size
+    first += (residue - first) % modulus
+    return range(first, (end - 1) // block_size + 1, modulus)
+
+
 def owned_ranges(start: int, end: int, block_size: int, modulus: int, residue: int) -> tuple[tuple[int, int], ...]:
     """The token ranges of `[start, end)` that lie in blocks b with `b % modulus == residue`, ascending, adjacent ones joined."""
     if start >= end:
         return ()
     if modulus == 1:
         return ((start, end),)
-    first = start // block_size
-    first += (residue - first) % modulus
     return tuple(
         (max(start, block * block_size), min(end, (block + 1) * block_size))
-        for block in range(first, (end - 1) // block_size + 1, modulus)
+        for block in owned_blocks(start, end, block_size, modulus, residue)
     )

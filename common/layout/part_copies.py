@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from common.layout.bind import Geometry, TokenChunk, slot_rows
+from common.layout.bind import Geometry, TokenChunk
 from common.layout.context_parallel import owned_ranges
 from common.layout.joining import pattern_of
 from common.layout.run_batch import Placed, RunPattern
+from common.layout.slot_rows import slot_rows
 from common.layout.templates import CopyTemplate, PagedTemplate, SlotTemplate
 from contracts.errors import InvalidValueError
 from contracts.manifest import PlannedPart

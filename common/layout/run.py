@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -23,3 +25,18 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         """Bytes that the whole run moves."""
         return self.length * self.count
+
+
+def as_reader(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The same copies as the destination sees them, which reads: local and remote change places."""
+    return tuple(
+        Run(
+            local_offset=run.remote_offset,
+            remote_offset=run.local_offset,
+            length=run.length,
+            count=run.count,
+            local_stride=run.remote_stride,
+            remote_stride=run.local_stride,
+        )
+        for run in runs
+    )

@@ -13,11 +13,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from common.layout.bind import bind_slot, bind_tokens
+from common.layout.bind import bind_tokens
 from common.layout.planner import ReshardPlan, plan
 from common.layout.region import Cache, CacheKey, RegionMap, lay_out
 from common.layout.run import Run
 from common.layout.shape import CacheShape, LayerType
+from common.layout.slot_rows import bind_slot
 from common.layout.templates import CopyTemplate, PagedTemplate
 from contracts.manifest import CacheDtypes, Coordinates, Dtype, Namespace, RankManifest, Role
 

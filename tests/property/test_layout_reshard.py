@@ -8,7 +8,7 @@ import pytest
 
 from common.layout import bind as binding
 from common.layout import region as layout
-from common.layout.bind import Extents
+from common.layout.extents import Extents, extents
 from common.layout.heads import Shard
 from common.layout.planner import plan as layout_plan
 from common.layout.region import Cache, RegionMap
@@ -149,10 +149,9 @@ def test_a_conv_state_taken_as_one_slab_is_noticed(monkeypatch: pytest.MonkeyPat
 def test_a_range_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
     """Planted fault: each chunk ends one token early, or one late."""
     shape = make_shape(layers="f", kv=2)
-    real = binding.extents
 
     def off(src: list[int], dst: list[int], start: int, end: int, size: int, **more: int) -> Extents:
-        return real(src, dst, start, end + shift, size, **more)
+        return extents(src, dst, start, end + shift, size, **more)
 
     monkeypatch.setattr(binding, "extents", off)
     with pytest.raises(AssertionError, match="not each byte exactly once"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from common.layout.bind import as_reader, bind_slot, bind_tokens
+from common.layout.bind import bind_tokens
 from common.layout.heads import even_shard, kv_shard
 from common.layout.planner import plan
 from common.layout.region import ALIGNMENT, lay_out
-from common.layout.run import Run
+from common.layout.run import Run, as_reader
 from common.layout.shape import CacheShape
+from common.layout.slot_rows import bind_slot
 from common.layout.templates import PagedTemplate, SlotTemplate
 from contracts.codec import decode, encode
 from contracts.errors import InvalidValueError

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from common.layout.bind import bind_slot, bind_tokens
+from common.layout.bind import bind_tokens
 from common.layout.planner import plan
 from common.layout.region import lay_out
 from common.layout.shape import CacheShape, LayerType
+from common.layout.slot_rows import bind_slot
 from common.layout.templates import PagedTemplate
 from contracts.events import EventName, HandoffEvent
 from contracts.manifest import CacheDtypes, Coordinates, Dtype
