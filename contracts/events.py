@@ -35,6 +35,8 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
 
     `at` is the wall clock (RFC 3339, UTC), for people; `at_ns` is the host's monotonic clock, for differences between
     events of one host. `started_ns` is when the thing that `duration_ms` measures began. Fields that do not apply are absent.
+    `trace_id` and `span_id` are those of the request's W3C trace and of the hop that tells.
+    Ranks are tensor-parallel ranks inside a replica; the replicas are named by `*_dp_rank`, which is absent for the first one.
     """
 
     event: EventName
@@ -44,6 +46,9 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     request_id: str
     at: str
     at_ns: int
+    trace_id: str = ""
+    span_id: str = ""
+    parent_span_id: str = ""
     phase: str = ""
     duration_ms: float | None = None
     started_ns: int | None = None
@@ -58,6 +63,8 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     role: str | None = None
     source_rank: int | None = None
     destination_rank: int | None = None
+    source_dp_rank: int = 0
+    destination_dp_rank: int = 0
     prefill_worker: str | None = None
     decode_worker: str | None = None
     mixed_worker: str | None = None

@@ -15,14 +15,15 @@ from contracts.requests import FinishReason, Refused, Route, SamplingParams, Wor
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to write one request's cache into a decode worker, the same on each of its ranks.
+    """The right to write one request's cache into one replica of a decode worker, the same on each of the replica's ranks.
 
-    `block_ids` in the order of the sequence; `slot` is the row of its recurrent states. A write is legal only while every
-    touched cell of the region's header holds `generation`.
+    `dp_rank` says which replica. `block_ids` in the order of the sequence; `slot` is the row of its recurrent states. A
+    write is legal only while every touched cell of the region's header holds `generation`.
     """
 
     worker_id: str
     incarnation: str
+    dp_rank: Whole = 0
     generation: Whole
     block_ids: tuple[Whole, ...]
     slot: Whole
@@ -88,7 +89,10 @@ class RunMixed(Versioned, frozen=True, kw_only=True, tag="run_mixed"):
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One part's done ranges `[start, end)`: token positions for KEY and VALUE, `[0, 1)` for a state."""
+    """One part's done ranges `[start, end)`: token positions for KEY and VALUE, `[0, 1)` for a state.
+
+    `destination_rank` is a tensor-parallel rank of the replica that the grant names.
+    """
 
     namespace: Namespace
     role: Role
@@ -98,10 +102,14 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class PartsReport(Versioned, frozen=True, kw_only=True, tag="parts_report"):
-    """Prefill to broker: everything that one source rank has finished so far. Cumulative: the latest `revision` says it all."""
+    """Prefill to broker: everything that one source rank has finished so far. Cumulative: the latest `revision` says it all.
+
+    `source_rank` is a tensor-parallel rank of the replica `source_dp_rank`, the one that computes the prompt.
+    """
 
     handoff_id: str
     incarnation: str
+    source_dp_rank: Whole = 0
     source_rank: Whole
     revision: Whole
     parts: tuple[PartDone, ...]

@@ -29,10 +29,15 @@ class CollectivesKind(StrEnum):
 
 
 class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
-    """The first message to a rank: load your shard, allocate your region. Answered by `RankStarted`."""
+    """The first message to a rank: load your shard, allocate your region. Answered by `RankStarted`.
+
+    It is tensor-parallel rank `rank` of `tp`, in replica `dp_rank` of the `dp` that its worker has.
+    """
 
     worker_id: str
     incarnation: str
+    dp_rank: int = 0
+    dp: int = 1
     rank: int
     tp: int
     model_dir: str
@@ -89,7 +94,10 @@ class AddPeerRank(msgspec.Struct, frozen=True, kw_only=True, tag="add_peer_rank"
 
 
 class LinkPeer(msgspec.Struct, frozen=True, kw_only=True, tag="link_peer"):
-    """Compile the plan against a peer whose ranks have been added, and connect to its regions. Answered by `Done`."""
+    """Compile the plan against a peer whose ranks have been added, and connect to the regions of all its replicas.
+
+    Answered by `Done`.
+    """
 
     peer: WorkerRef
 
@@ -101,7 +109,7 @@ class UnlinkPeer(msgspec.Struct, frozen=True, kw_only=True, tag="unlink_peer"):
 
 
 class PushTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prefilled sequence's cache goes: into `grant` of the linked worker that the grant names.
+    """Where a prefilled sequence's cache goes: into `grant`, in the replica of a linked worker that the grant names.
 
     Tokens below `num_cached_tokens` are there already.
     """

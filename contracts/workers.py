@@ -46,7 +46,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has left and what it is doing."""
+    """What a worker has left and what it is doing, summed over its replicas."""
 
     num_free_blocks: Whole
     num_free_slots: Whole
@@ -55,7 +55,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
-    """A worker's key in `PD_WORKERS`, put every 2 s; the bucket's time to live removes a dead worker's."""
+    """A worker's key in `PD_WORKERS`, put every 2 s; the bucket's time to live removes a dead worker's.
+
+    It has `dp` replicas of `tp` ranks each. `num_blocks`, `num_slots` and `load` are sums over the replicas;
+    `max_sequence_tokens` is what one replica can hold, because a sequence lives in one.
+    """
 
     worker_id: Token
     incarnation: Token
@@ -75,13 +79,16 @@ class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
 
 
 class DescribeWorker(Versioned, frozen=True, kw_only=True, tag="describe_worker"):
-    """Ask one rank of a worker for its layout and its region (verb `describe`): one rank a message, to stay small."""
+    """Ask one rank of a worker for its layout and its region (verb `describe`): one rank a message, to stay small.
+
+    Rank `dp_rank * tp + tp_rank` is rank `tp_rank` of replica `dp_rank`.
+    """
 
     rank: int
 
 
 class WorkerDescription(Versioned, frozen=True, kw_only=True, tag="worker_description"):
-    """What a peer needs in order to plan against a rank and to write to it."""
+    """What a peer needs in order to plan against a rank and to write to it. `num_ranks` counts the ranks of all replicas."""
 
     worker_id: str
     incarnation: str
@@ -103,7 +110,8 @@ class ScanWorker(Versioned, frozen=True, kw_only=True, tag="scan_worker"):
 class WorkerScan(Versioned, frozen=True, kw_only=True, tag="worker_scan"):
     """What a worker holds, found by walking its tables and `/proc`.
 
-    `sequences` are those bound on each rank; blocks and slots are those that any sequence or grant names.
+    `rank_sequences` are those bound on each rank, replica after replica. Blocks and slots are those that any sequence or
+    grant names; those of replica r are numbered from `r * num_blocks` and `r * num_slots` of one replica on.
     """
 
     worker_id: str

@@ -10,12 +10,16 @@ import asyncio
 from collections.abc import Iterator
 from typing import Final
 
+import msgspec
+
 from common.engine.port import EngineError, EngineInfo, StepResult
 from common.layout.planner import ReshardPlan, plan
 from common.layout.refusal import PlanRefusedError
 from common.layout.region import lay_out
+from common.layout.replicas import split_replicas
 from common.layout.shape import CacheShape, LayerType
 from common.runtime.clock import Clock
+from contracts.handoff import Grant
 from contracts.manifest import CacheDtypes, Coordinates, Dtype, PlannedPart, Role
 from contracts.rank import (
     BindSequence,
@@ -48,6 +52,13 @@ def fake_token(seed: int, position: int) -> int:
     return 1 + (bits ^ (bits >> 31)) % (VOCAB_SIZE - 1)
 
 
+class _Link(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan to one worker, and how many replicas it has."""
+
+    plan: ReshardPlan
+    dp: int
+
+
 class FakeEngine:
     """See `common.engine.port.Engine`. A step takes `step_s` seconds of the clock."""
 
@@ -57,6 +68,8 @@ class FakeEngine:
         *,
         worker_id: str,
         incarnation: str,
+        dp_rank: int = 0,
+        dp: int = 1,
         tp: int = 1,
         block_size: int = 16,
         num_blocks: int = 256,
@@ -66,7 +79,7 @@ class FakeEngine:
         self._clock = clock
         self._step_s = step_s
         self._sequences: dict[int, BindSequence] = {}
-        self._plans: dict[tuple[str, str], ReshardPlan] = {}
+        self._links: dict[WorkerRef, _Link] = {}
         self._pushes: asyncio.Queue[PartPushed] = asyncio.Queue(_MAX_PUSHES)
         dtypes = CacheDtypes(key=Dtype.FLOAT32, value=Dtype.FLOAT32, conv=Dtype.FLOAT32)
         shape = CacheShape(
@@ -83,7 +96,8 @@ class FakeEngine:
             num_blocks=num_blocks,
             num_slots=num_slots,
         )
-        maps = [lay_out(shape, Coordinates(tp_rank=rank, tp_size=tp)) for rank in range(tp)]
+        places = [Coordinates(dp_rank=dp_rank, dp_size=dp, tp_rank=rank, tp_size=tp) for rank in range(tp)]
+        maps = [lay_out(shape, place) for place in places]
         self._info = EngineInfo(
             model_fingerprint=MODEL,
             vocab_size=VOCAB_SIZE,
@@ -115,16 +129,20 @@ class FakeEngine:
         """Compile the plan; there is nothing to connect to."""
         own = [rank.manifest for rank in self._info.ranks]
         try:
-            self._plans[peer.worker_id, peer.incarnation] = plan(own, [rank.manifest for rank in ranks])
+            replicas = split_replicas("destination", [rank.manifest for rank in ranks])
+            self._links[peer] = _Link(plan=plan(own, replicas[0]), dp=len(replicas))
         except PlanRefusedError as error:
+            self._links.pop(peer, None)
             raise EngineError(error.message, code=error.code) from error
 
     async def unlink(self, peer: WorkerRef) -> None:
         """Forget the plan."""
-        self._plans.pop((peer.worker_id, peer.incarnation), None)
+        self._links.pop(peer, None)
 
     async def bind(self, binding: BindSequence) -> None:
-        """Remember the sequence."""
+        """Remember the sequence. Like a rank, it refuses a push to a replica that it is not linked with."""
+        if binding.push is not None:
+            self._link_of(binding.push.grant)
         self._sequences[binding.seq] = binding
 
     async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
@@ -182,22 +200,27 @@ class FakeEngine:
     async def stop(self) -> None:
         """Forget everything."""
         self._sequences.clear()
-        self._plans.clear()
+        self._links.clear()
 
     def _pushes_of(self, item: StepItem, binding: BindSequence, started_ns: int, ended_ns: int) -> Iterator[PartPushed]:
         target = binding.push
         if target is None:
             return
-        compiled = self._plans.get((target.grant.worker_id, target.grant.incarnation))
-        if compiled is None:
-            raise EngineError(f"grant.worker_id: {target.grant.worker_id} is not linked")
         start, end = max(item.start, target.num_cached_tokens), item.start + item.num_tokens
-        for part in compiled.parts:
+        for part in self._link_of(target.grant).plan.parts:
             if part.role in {Role.CONV, Role.SSM}:
                 if item.last_chunk:
                     yield _pushed(part, binding, 0, 1, started_ns, ended_ns)
             elif start < end:
                 yield _pushed(part, binding, start, end, started_ns, ended_ns)
+
+    def _link_of(self, grant: Grant) -> _Link:
+        link = self._links.get(WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation))
+        if link is None:
+            raise EngineError(f"grant.worker_id: {grant.worker_id} is not linked")
+        if grant.dp_rank >= link.dp:
+            raise EngineError(f"grant.dp_rank: {grant.dp_rank} is not allowed; the rule is: below {link.dp}")
+        return link
 
 
 def _pushed(  # noqa: PLR0917 - a part, whose it is, its range, and when

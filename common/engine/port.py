@@ -36,7 +36,7 @@ class EngineDeadError(PdmeshError):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a started engine is."""
+    """What a started engine is. `ranks` are in the order of their tensor-parallel rank."""
 
     model_fingerprint: str
     vocab_size: int
@@ -60,7 +60,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """A group of ranks that share one model.
+    """A group of ranks that share one model: one replica of a worker.
 
     Commands are sequential: one caller at a time, in the order in which all ranks see them. Each raises `EngineError` when
     the command failed alike on all ranks, `EngineDeadError` when the engine is lost. Every wait inside has a deadline.
@@ -71,7 +71,11 @@ class Engine(Protocol):
         ...
 
     async def link(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
-        """Compile the reshard plan to `peer` and connect to its regions. Raises `EngineError` with the rule that forbids it."""
+        """Compile the reshard plan to `peer` and connect to its regions, in place of an earlier link.
+
+        `ranks` are the ranks of all replicas of the peer, in any order; a push goes to the replica that its grant names.
+        Raises `EngineError` with the rule that forbids it; the peer is then not linked at all.
+        """
         ...
 
     async def unlink(self, peer: WorkerRef) -> None:

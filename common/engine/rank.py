@@ -96,7 +96,8 @@ class Rank:
         shape = cache_shape(
             config, dtype=dtype, block_size=start.block_size, num_blocks=start.num_blocks, num_slots=start.num_slots
         )
-        region_map = lay_out(shape, Coordinates(tp_rank=start.rank, tp_size=start.tp))
+        at = Coordinates(dp_rank=start.dp_rank, dp_size=start.dp, tp_rank=start.rank, tp_size=start.tp)
+        region_map = lay_out(shape, at)
         self._progress("weights", 0)
         weights = load_weights(folder, shard, TORCH_DTYPES[dtype])
         self._progress("caches", 1)
@@ -195,7 +196,8 @@ class Rank:
         peer = None
         if binding.push is not None:
             grant = binding.push.grant
-            peer = self._peers.find(WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation))
+            worker = WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
+            peer = self._peers.find(worker, grant.dp_rank)
         # States are zeroed before the cells allow anybody to write.
         self._caches.zero_slot(binding.slot)
         self._region.set_generations(self._cells(binding), binding.generation)

@@ -158,9 +158,9 @@ def run(connection: socket.socket, group: PassedFd | None) -> None:
 
 
 def _file_store(command: StartRank) -> Store:
-    """Where gloo ranks of one start find each other: a file beside the transport's sockets."""
+    """Where gloo ranks of one replica find each other: a file beside the transport's sockets."""
     import torch.distributed as dist
 
-    path = str(Path(command.transport_dir) / f"gloo-{command.incarnation}")
+    path = str(Path(command.transport_dir) / f"gloo-{command.incarnation}-{command.dp_rank}")
     store: Store = dist.FileStore(path, command.tp)  # type: ignore[attr-defined]  # torch exports it at run time only
     return store

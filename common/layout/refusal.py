@@ -13,6 +13,7 @@ class PlanRule(StrEnum):
     SCHEMA_VERSION = "schema_version"
     WORKER = "one_worker_a_side"
     RANKS = "each_rank_once"
+    REPLICAS = "same_layout_on_all_replicas"
     FINGERPRINT = "same_settings_on_all_ranks"
     MODEL = "same_model"
     BLOCK_SIZE = "same_block_size"

@@ -9,11 +9,13 @@ from typing import Annotated
 import msgspec
 
 from common.runtime.settings import LogLevel, SettingsError, SettingsProblem
+from common.worker.core.replica_choice import MAX_REPLICAS
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from contracts.rank import CollectivesKind
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Replicas = Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -28,7 +30,8 @@ class EngineKind(StrEnum):
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a prefill, decode or mixed worker.
 
-    `num_blocks` and `num_slots` are its cache: blocks of `block_size` tokens, and sequences at once. A step computes at
+    It has `dp` replicas of `tp` ranks each; all other numbers are of one replica. `num_blocks` and `num_slots` are its
+    cache: blocks of `block_size` tokens, and sequences at once. A step computes at
     most `max_step_tokens` tokens, of one prompt at most `prefill_chunk_tokens`; `mix_batch` lets prompts and decoding
     share a step. A release waits `release_timeout_ms` for writers under way, with the engine's steps held up meanwhile;
     memory whose writers take longer is quarantined. `failpoints` plants faults on purpose (see `common.dataplane.failpoints`).
@@ -42,6 +45,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     dtype: str = "float32"
     tp: Count = 1
+    dp: Replicas = 1
     block_size: Count = 16
     num_blocks: Count = 2048
     num_slots: Count = 32

@@ -10,7 +10,7 @@ from typing import Final, get_args
 
 import msgspec
 
-from contracts import codec, events, handoff, rank, requests, workers
+from contracts import codec, events, handoff, links, rank, requests, workers
 from contracts.codec import Versioned
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import ErrorCode, ErrorInfo
@@ -29,7 +29,7 @@ from contracts.manifest import (
 )
 
 FOLDER: Final = Path(__file__).parent / "golden"
-MODULES: Final = (events, handoff, requests, workers)
+MODULES: Final = (events, handoff, links, requests, workers)
 
 ERROR: Final = ErrorInfo(code=ErrorCode.OVERLOADED, message="no room", param="max_tokens")
 SAMPLING: Final = requests.SamplingParams(
@@ -38,7 +38,9 @@ SAMPLING: Final = requests.SamplingParams(
 PREFILL: Final = requests.WorkerRef(worker_id="prefill-0", incarnation="i0a")
 DECODE: Final = requests.WorkerRef(worker_id="decode-0", incarnation="i0b")
 ROUTE: Final = requests.DisaggregatedRoute(prefill=PREFILL, decode=DECODE)
-GRANT: Final = handoff.Grant(worker_id="decode-0", incarnation="i0b", generation=2**40, block_ids=(4, 5, 9), slot=3)
+GRANT: Final = handoff.Grant(
+    worker_id="decode-0", incarnation="i0b", dp_rank=1, generation=2**40, block_ids=(4, 5, 9), slot=3
+)
 REGION: Final = RegionDescriptor(
     transport="shm",
     peer_id="decode-0",
@@ -52,7 +54,7 @@ REGION: Final = RegionDescriptor(
 MANIFEST: Final = RankManifest(
     worker_id="decode-0",
     incarnation="i0b",
-    coordinates=Coordinates(tp_rank=1, tp_size=2),
+    coordinates=Coordinates(dp_rank=1, dp_size=2, tp_rank=1, tp_size=2),
     model="0123abcd",
     block_size=16,
     dtypes=CacheDtypes(key=Dtype.FLOAT32, value=Dtype.FLOAT32, conv=Dtype.FLOAT32),
@@ -78,6 +80,7 @@ MANIFEST: Final = RankManifest(
 REPORT: Final = handoff.PartsReport(
     handoff_id="r1-0",
     incarnation="i0a",
+    source_dp_rank=1,
     source_rank=1,
     revision=3,
     parts=(
@@ -223,7 +226,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         model="tiny",
         model_fingerprint="0123abcd",
         tp=2,
-        dp=1,
+        dp=2,
         dcp=1,
         block_size=16,
         num_blocks=64,
@@ -235,7 +238,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         ),
     ),
     workers.DescribeWorker(rank=1),
-    workers.WorkerDescription(worker_id="decode-0", incarnation="i0b", num_ranks=2, manifest=MANIFEST, region=REGION),
+    workers.WorkerDescription(worker_id="decode-0", incarnation="i0b", num_ranks=4, manifest=MANIFEST, region=REGION),
     workers.DescribeRefused(error=ERROR),
     workers.ScanWorker(),
     workers.WorkerScan(
@@ -251,6 +254,34 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         num_children=2,
         num_tasks=9,
         num_prefilled_tokens=0,
+    ),
+    links.LinkRecord(
+        prefill=PREFILL,
+        decode=DECODE,
+        state=links.LinkState.REFUSED,
+        since="2030-01-01T00:00:00.000000+00:00",
+        rule="same_block_size",
+        reason="block_size: 16 and 32",
+        num_failures=2,
+        topology="tp2 -> tp1",
+        transport="shm",
+        num_parts=20,
+        token_bytes=1024,
+        state_bytes=65536,
+    ),
+    links.LinkEvent(
+        event=links.LinkEventName.LINKED,
+        service="prefill",
+        instance="prefill-0",
+        prefill=PREFILL,
+        decode=DECODE,
+        at="2030-01-01T00:00:00.000000+00:00",
+        at_ns=123456789,
+        rule="same_block_size",
+        reason="block_size: 16 and 32",
+        topology="tp2 -> tp1",
+        transport="shm",
+        num_parts=20,
     ),
     events.HandoffEvent(
         event=events.EventName.PART_PUSHED,
@@ -274,6 +305,8 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         role="key",
         source_rank=1,
         destination_rank=0,
+        source_dp_rank=1,
+        destination_dp_rank=2,
         prefill_worker="prefill-0",
         decode_worker="decode-0",
         mixed_worker="mixed-0",
@@ -286,6 +319,8 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
     rank.StartRank(
         worker_id="decode-0",
         incarnation="i0b",
+        dp_rank=1,
+        dp=2,
         rank=1,
         tp=2,
         model_dir="models/tiny",

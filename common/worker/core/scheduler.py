@@ -52,6 +52,11 @@ class Scheduler:
         """Sequences that take part in steps."""
         return len(self._running)
 
+    @property
+    def num_prompt_tokens_left(self) -> int:
+        """Prompt tokens of all its sequences that are still to be computed."""
+        return sum(sequence.num_prompt_left for sequence in (*self._waiting, *self._running.values()))
+
     def enqueue(self, sequence: Sequence) -> None:
         """Let a sequence wait for memory. `admit` gives it."""
         self._waiting.append(sequence)

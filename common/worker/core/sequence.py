@@ -20,13 +20,14 @@ class SequenceState(StrEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """A request as the scheduler sees it.
+    """A request as the scheduler of replica `dp_rank` sees it.
 
     Positions `[0, num_computed)` have cache. `pending_token` is the token at position `num_computed` when it has been
     sampled but not computed; while it is None the prompt's own tokens come next.
     """
 
     seq: int
+    dp_rank: int = 0
     handoff_id: str
     request_id: str
     attempt: int

@@ -1,0 +1,112 @@
+"""All replicas of a worker: which of them takes new work, what they have together, and their links with other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from common.engine.port import EngineError, EngineInfo
+from common.layout.replicas import split_replicas
+from common.worker.core.replica_choice import choose_for_memory, choose_for_prompt
+from common.worker.core.scheduler import StepLimits
+from common.worker.engine_loop import StepObserver
+from common.worker.replica import Replica, StartedEngine
+from contracts.manifest import RankManifest
+from contracts.rank import RankStarted
+from contracts.requests import WorkerRef
+from contracts.workers import WorkerDescription, WorkerLoad
+
+
+class ReplicaSet:
+    """Replicas in the order of their dp rank.
+
+    Raises `PlanRefusedError` when they are not all replicas of one worker, laid out alike: then no peer could plan against it.
+    """
+
+    def __init__(
+        self, started: Sequence[StartedEngine], limits: StepLimits, observer: StepObserver, *, release_timeout_ms: int
+    ) -> None:
+        self._replicas = tuple(
+            Replica(dp_rank, each, limits, observer, release_timeout_ms=release_timeout_ms)
+            for dp_rank, each in enumerate(started)
+        )
+        split_replicas("worker", self.manifests)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas)
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def __getitem__(self, dp_rank: int) -> Replica:
+        return self._replicas[dp_rank]
+
+    @property
+    def info(self) -> EngineInfo:
+        """What every replica is: they differ in `ranks` alone, which are those of replica 0 here."""
+        return self._replicas[0].info
+
+    @property
+    def ranks(self) -> tuple[RankStarted, ...]:
+        """The ranks of all replicas: rank `dp_rank * tp + tp_rank` is rank `tp_rank` of replica `dp_rank`."""
+        return tuple(rank for replica in self._replicas for rank in replica.info.ranks)
+
+    @property
+    def manifests(self) -> tuple[RankManifest, ...]:
+        """The layouts of all ranks."""
+        return tuple(rank.manifest for rank in self.ranks)
+
+    @property
+    def load(self) -> WorkerLoad:
+        """What all replicas have left and are doing together."""
+        loads = [replica.load for replica in self._replicas]
+        return WorkerLoad(
+            num_free_blocks=sum(load.num_free_blocks for load in loads),
+            num_free_slots=sum(load.num_free_slots for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
+            num_running=sum(load.num_running for load in loads),
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all replicas."""
+        return sum(replica.pool.num_blocks for replica in self._replicas)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all replicas."""
+        return sum(replica.pool.num_slots for replica in self._replicas)
+
+    def for_memory(self, num_tokens: int) -> Replica | None:
+        """The replica that shall set memory aside for `num_tokens`; None when none has room now."""
+        num_blocks = self._replicas[0].pool.num_blocks_for(num_tokens)
+        chosen = choose_for_memory((replica.load for replica in self._replicas), num_blocks)
+        return None if chosen is None else self._replicas[chosen]
+
+    def for_prompt(self, num_tokens: int) -> Replica:
+        """The replica that shall compute a prompt whose sequence takes `num_tokens` of memory there."""
+        num_blocks = self._replicas[0].pool.num_blocks_for(num_tokens)
+        return self._replicas[choose_for_prompt((replica.load for replica in self._replicas), num_blocks)]
+
+    async def link(self, peer: WorkerRef, ranks: Sequence[WorkerDescription]) -> None:
+        """Link every replica here with every replica of `peer`, given all of its ranks; in place of an earlier link.
+
+        Raises `EngineError` with the rule that forbids it; then no replica is linked.
+        """
+        try:
+            for replica in self._replicas:
+                async with replica.loop.lock:
+                    await replica.engine.link(peer, tuple(ranks))
+        except EngineError:
+            await self.unlink(peer)
+            raise
+
+    async def unlink(self, peer: WorkerRef) -> None:
+        """Forget a peer on every replica. Twice is fine."""
+        for replica in self._replicas:
+            async with replica.loop.lock:
+                await replica.engine.unlink(peer)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless every block and slot of every replica is in exactly one place."""
+        for replica in self._replicas:
+            replica.pool.check_integrity()
