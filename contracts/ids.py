@@ -13,7 +13,8 @@ _PATTERN: Final = r"[a-z0-9][a-z0-9_-]{0,62}"
 _TOKEN: Final = re.compile(_PATTERN)
 ENTROPY_BYTES: Final = 10
 
-Token: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"\A{_PATTERN}\Z")]
+# Written so that Python and ECMA 262, whose patterns JSON Schema has, read it alike: a final newline does not pass.
+Token: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{_PATTERN}$(?!\n)")]
 """A field of a message that its readers put into subjects: a decoder refuses what `check_token` would."""
 
 

@@ -7,8 +7,8 @@ import pytest
 from contracts.codec import decode, encode
 from contracts.errors import CodecError
 from contracts.handoff import Grant, PartsReport, RunPrefill
-from contracts.requests import PromptFrame, SamplingParams, TokenFrame
-from contracts.workers import WorkerRecord
+from contracts.requests import Ping, PromptFrame, SamplingParams, TokenFrame
+from contracts.workers import ScanWorker, WorkerRecord
 
 RUN = RunPrefill(
     handoff_id="r1-0",
@@ -100,3 +100,44 @@ def test_a_worker_record_whose_id_is_no_subject_token_is_refused(worker_id: str)
     assert decode(json.dumps(record).encode(), WorkerRecord).worker_id == "decode-0"
     with pytest.raises(CodecError, match="worker_id"):
         decode(json.dumps(record | {"worker_id": worker_id}).encode(), WorkerRecord)
+
+
+@pytest.mark.parametrize("data", [b"{}", b'{"v":1}', b'{"type":"(another message)"}'])
+@pytest.mark.parametrize("kind", [Ping, ScanWorker])
+def test_a_message_without_its_tag_is_none(kind: type[object], data: bytes) -> None:
+    """Also where no field of it has to be there: an empty object is not every message at once."""
+    with pytest.raises(CodecError) as caught:
+        decode(data, kind)
+    assert caught.value.param == "type"
+
+
+def test_a_newer_schema_is_named_even_if_nothing_of_it_fits() -> None:
+    """Fields of a later build may have other types: the version is what a reader needs to hear of."""
+    with pytest.raises(CodecError, match="schema version 2; this build reads up to 1") as caught:
+        decode(b'{"type":"ping_with_more","v":2,"broker_id":[]}', Ping)
+    assert caught.value.param == "v"
+
+
+@pytest.mark.parametrize("version", [b"0", b"-3", b"null", b"1.5", b"9" * 5000])
+def test_a_version_that_is_none_is_refused(version: bytes) -> None:
+    """Versions count from 1."""
+    with pytest.raises(CodecError) as caught:
+        decode(b'{"type":"ping","v":' + version + b"}", Ping)
+    assert caught.value.param == "v"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"fence": "1"}, "fence"),
+        ({"grant": {"worker_id": "decode-0"}}, "grant.incarnation"),
+        ({"sampling": {"max_tokens": 1, "seed": []}}, "sampling.seed"),
+        ({"type": "run_" * 50_000}, "type"),
+    ],
+)
+def test_an_error_has_the_path_of_the_field_and_stays_short(change: dict[str, object], field: str) -> None:
+    """Whoever sent the message finds the place, and the refusal that carries the text always fits into a message."""
+    with pytest.raises(CodecError) as caught:
+        decode(json.dumps(json.loads(encode(RUN)) | change).encode(), RunPrefill)
+    assert caught.value.param == field
+    assert len(caught.value.message) < 500
