@@ -13,8 +13,10 @@ PREFIX: Final = "pd.v1"
 
 WORKERS_BUCKET: Final = "PD_WORKERS"
 HANDOFFS_BUCKET: Final = "PD_HANDOFFS"
+LINKS_BUCKET: Final = "PD_LINKS"
 EVENTS_STREAM: Final = "PD_EVENTS"
 EVENTS_FILTER: Final = f"{PREFIX}.ev.>"
+RPC_FILTER: Final = f"{PREFIX}.rpc.>"
 PARTS_FILTER: Final = f"{PREFIX}.ho.*.parts"
 
 
@@ -57,7 +59,9 @@ TABLE: Final[tuple[SubjectRow, ...]] = (
     SubjectRow("tokens", f"{PREFIX}.tok.{{router}}.{{request}}", "core publish, indexed"),
     SubjectRow("cancel", f"{PREFIX}.cancel.{{worker}}.{{request}}", "core publish, repeated"),
     SubjectRow("inspection", f"{PREFIX}.ev.{{service}}.{{handoff}}.{{event}}", f"JetStream {EVENTS_STREAM}"),
+    SubjectRow("inspection of links", f"{PREFIX}.ev.{{service}}.{{link}}.{{event}}", f"JetStream {EVENTS_STREAM}"),
     SubjectRow("workers", WORKERS_BUCKET, "KV, one key a worker"),
+    SubjectRow("links", LINKS_BUCKET, "KV, one key a pair: {prefill}.{decode}"),
     SubjectRow("handoff state", HANDOFFS_BUCKET, "KV, one key a handoff"),
 )
 
@@ -120,3 +124,23 @@ def event(service: str, handoff: str, name: str) -> str:
 def handoff_events_filter(handoff: str) -> str:
     """Every event of one handoff, from whichever service."""
     return f"{PREFIX}.ev.*.{check_token('handoff_id', handoff)}.>"
+
+
+def link_id(prefill: str, decode: str) -> str:
+    """What a pair of workers is called in the subjects of its events: one token."""
+    return f"{check_token('worker_id', prefill)}_to_{check_token('worker_id', decode)}"
+
+
+def link_event(service: str, prefill: str, decode: str, name: str) -> str:
+    """Subject of one event of one link."""
+    return f"{PREFIX}.ev.{check_token('service', service)}.{link_id(prefill, decode)}.{name}"
+
+
+def link_key(prefill: str, decode: str) -> str:
+    """The key of a pair of workers in `PD_LINKS`."""
+    return f"{check_token('worker_id', prefill)}.{check_token('worker_id', decode)}"
+
+
+def links_filter(prefill: str) -> str:
+    """The keys of all pairs of one prefill worker in `PD_LINKS`."""
+    return f"{check_token('worker_id', prefill)}.*"

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from common.bus.port import BucketConfig, StreamConfig
-from contracts.subjects import EVENTS_FILTER, EVENTS_STREAM, HANDOFFS_BUCKET, WORKERS_BUCKET
+from contracts.subjects import EVENTS_FILTER, EVENTS_STREAM, HANDOFFS_BUCKET, LINKS_BUCKET, WORKERS_BUCKET
 
 WORKER_TTL_S: Final = 6.0
 """Seconds after its last record that a worker counts as gone."""
 
+LINK_TTL_S: Final = 15.0
+"""Seconds after its last writing that a link's record disappears: its prefill worker is gone."""
+
 WORKERS_CONFIG: Final = BucketConfig(name=WORKERS_BUCKET, ttl_s=WORKER_TTL_S)
+LINKS_CONFIG: Final = BucketConfig(name=LINKS_BUCKET, ttl_s=LINK_TTL_S)
 EVENTS_CONFIG: Final = StreamConfig(name=EVENTS_STREAM, subjects=(EVENTS_FILTER,))
 
 
