@@ -7,6 +7,7 @@ from typing import Any
 
 from common.bus.port import Bus
 from common.runtime.clock import Clock
+from common.runtime.trace import current_trace
 from contracts import subjects
 from contracts.codec import encode
 from contracts.events import EventName, HandoffEvent
@@ -27,7 +28,11 @@ class HandoffEvents:
     def publish(
         self, event: EventName, *, handoff_id: str, request_id: str, at_ns: int | None = None, **fields: Any
     ) -> None:
-        """Say that `event` happened, now or at the host's monotonic `at_ns`. `fields` are those of `HandoffEvent`."""
+        """Say that `event` happened, now or at the host's monotonic `at_ns`. `fields` are those of `HandoffEvent`.
+
+        The event belongs to the current trace.
+        """
+        trace = current_trace()
         now_ns = self._clock.monotonic_ns()
         wall = self._clock.wall_time() - (0 if at_ns is None else (now_ns - at_ns) / 1e9)
         message = HandoffEvent(
@@ -38,6 +43,9 @@ class HandoffEvents:
             request_id=request_id,
             at=dt.datetime.fromtimestamp(wall, dt.UTC).isoformat(timespec="microseconds"),
             at_ns=now_ns if at_ns is None else at_ns,
+            trace_id="" if trace is None else trace.trace_id,
+            span_id="" if trace is None else trace.span_id,
+            parent_span_id="" if trace is None else trace.parent_span_id,
             **fields,
         )
         self._count += 1

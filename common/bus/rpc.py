@@ -12,6 +12,7 @@ from common.bus.errors import BusError
 from common.bus.port import Bus, Message
 from common.runtime.lifecycle import Log
 from common.runtime.tasks import BoundedTasks
+from common.runtime.trace import received, within
 from contracts import subjects
 from contracts.codec import encode
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
@@ -34,7 +35,8 @@ class RefusedError(PdmeshError):
 class RpcEdge:
     """Answers every request on one subject filter, by the verb that its subject ends with.
 
-    Requests are handled side by side, at most `MAX_HANDLERS`; one more is refused with OVERLOADED.
+    Requests are handled side by side, at most `MAX_HANDLERS`; one more is refused with OVERLOADED. Each is handled within the
+    trace that its headers name, as a hop of its own.
     """
 
     def __init__(self, bus: Bus, group: asyncio.TaskGroup, log: Log) -> None:
@@ -52,7 +54,8 @@ class RpcEdge:
         async def read() -> None:
             async with subscription:
                 async for message in subscription:
-                    await self._dispatch(message, handlers)
+                    with within(received(message.headers)):  # what is started for the message inherits it
+                        await self._dispatch(message, handlers)
 
         return read
 
@@ -65,16 +68,18 @@ class RpcEdge:
             await self._respond(message, _refusal(ErrorCode.OVERLOADED, f"{MAX_HANDLERS} requests are being handled"))
 
     async def _handle(self, message: Message, handler: Handler) -> None:
+        await self._respond(message, await self._answer(message, handler))
+
+    async def _answer(self, message: Message, handler: Handler) -> msgspec.Struct:
         try:
-            answer: msgspec.Struct = await handler(message.data)
+            return await handler(message.data)
         except RefusedError as error:
-            answer = Refused(handoff_id=error.handoff_id, error=error.info)
+            return Refused(handoff_id=error.handoff_id, error=error.info)
         except PdmeshError as error:
-            answer = Refused(handoff_id=NO_HANDOFF, error=error.info)
+            return Refused(handoff_id=NO_HANDOFF, error=error.info)
         except Exception as error:  # noqa: BLE001 - whoever asked is owed an answer, and the log has the rest
             self._log.error("request_failed", subject=message.subject, error=repr(error), exc_info=error)
-            answer = _refusal(ErrorCode.INTERNAL, f"{type(error).__name__} while handling the request")
-        await self._respond(message, answer)
+            return _refusal(ErrorCode.INTERNAL, f"{type(error).__name__} while handling the request")
 
     async def _respond(self, message: Message, answer: msgspec.Struct) -> None:
         try:

@@ -1,7 +1,8 @@
 """Log lines: one JSON object each on standard error, or readable text if that is a terminal.
 
 Events are snake_case and past tense; the keys are those of the glossary (request_id, handoff_id, worker_id, incarnation,
-role, phase, attempt, num_*_tokens, bytes, duration_ms, error_code). What people wrote to a model is never logged.
+role, phase, attempt, num_*_tokens, bytes, duration_ms, error_code). What people wrote to a model is never logged. A line that
+is written for a request has its `trace_id` and `span_id` (`common.runtime.trace`).
 """
 
 import logging
@@ -13,6 +14,7 @@ import orjson
 import structlog
 
 from common.runtime.settings import LogLevel
+from common.runtime.trace import current_trace
 
 LEVELS: Final[tuple[str, ...]] = get_args(LogLevel)
 
@@ -34,6 +36,7 @@ def configure_logging(
     number = logging.getLevelNamesMapping()[level.upper()]
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        _name_trace,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
         _withhold,
@@ -80,6 +83,14 @@ class _Forwarder(logging.Handler):
             message=record.getMessage(),
             **({"exc_info": error} if error else {}),
         )
+
+
+def _name_trace(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    trace = current_trace()
+    if trace is not None:
+        event.setdefault("trace_id", trace.trace_id)
+        event.setdefault("span_id", trace.span_id)
+    return event
 
 
 def _withhold(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
