@@ -9,6 +9,7 @@ Rules that hold for every adapter, and that the contract suite checks:
 - When a call raises `BusTimeout`, or `BusUnavailable` with `maybe_done`, its outcome is unknown: read, then decide.
 - A watch outlives a restart of the server. It then repeats what it has said before, so its handlers accept repeats.
 - Nothing is buffered while the connection is down: calls fail at once with `BusUnavailable`.
+- A message that is sent for a request carries the headers of its trace (`common.runtime.trace.current_trace`).
 """
 
 from collections.abc import AsyncIterator, Mapping
