@@ -1,13 +1,12 @@
 """What a MemoryServer stores: buckets and event streams, with the semantics of JetStream. Synchronous throughout."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.bus.errors import RevisionConflict, StorageRefused
 from common.bus.port import MESSAGE_ID_HEADER, BucketConfig, Entry, Headers, Stored, StreamConfig
 from common.bus.queues import QueuedWatch
-from common.bus.rules import check_key, check_message, check_pattern, matches
+from common.bus.rules import matches
 from common.runtime.clock import Clock
 
 
@@ -137,70 +136,3 @@ class StoredStream:
         ):
             _, oldest = self._messages.popleft()
             self._size_bytes -= len(oldest.data)
-
-
-class MemoryBucket:
-    """A `port.Bucket` on a StoredBucket, as seen over one connection."""
-
-    def __init__(self, find: Callable[[], StoredBucket], watches: set[QueuedWatch], name: str) -> None:
-        self._find = find
-        self._watches = watches
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """See `port.Bucket.name`."""
-        return self._name
-
-    async def get(self, key: str) -> Entry | None:
-        """See `port.Bucket.get`."""
-        check_key(key)
-        entry = self._find().last(key)
-        return None if entry is None or entry.deleted else entry
-
-    async def create(self, key: str, value: bytes) -> int:
-        """See `port.Bucket.create`."""
-        self._check(key, value)
-        return self._find().create(key, value)
-
-    async def update(self, key: str, value: bytes, last: int) -> int:
-        """See `port.Bucket.update`."""
-        self._check(key, value)
-        return self._find().write(key, value, last=last)
-
-    async def put(self, key: str, value: bytes) -> int:
-        """See `port.Bucket.put`."""
-        self._check(key, value)
-        return self._find().write(key, value, last=None)
-
-    async def delete(self, key: str, last: int | None = None) -> None:
-        """See `port.Bucket.delete`."""
-        check_key(key)
-        self._find().write(key, b"", last=last, deleted=True)
-
-    async def keys(self, pattern: str = ">") -> list[str]:
-        """See `port.Bucket.keys`."""
-        check_pattern(pattern)
-        return sorted(entry.key for entry in self._find().matching(pattern) if not entry.deleted)
-
-    async def watch(self, pattern: str = ">") -> QueuedWatch:
-        """See `port.Bucket.watch`."""
-        check_pattern(pattern)
-        bucket = self._find()
-
-        async def leave() -> None:
-            bucket.remove_watch(watch)
-            self._watches.discard(watch)
-
-        watch = QueuedWatch(leave=leave)
-        self._watches.add(watch)
-        bucket.add_watch(watch, pattern)
-        return watch
-
-    async def epoch(self) -> str:
-        """See `port.Bucket.epoch`."""
-        return self._find().epoch
-
-    def _check(self, key: str, value: bytes) -> None:
-        check_key(key)
-        check_message(value, None)

@@ -13,6 +13,7 @@ from common.bus.nats_events import EventPump
 from common.bus.nats_reader import Reader, ReaderBroken
 from common.bus.nats_requests import CONNECTION_ERRORS, send
 from common.bus.nats_storage import JetStream, NotStored, bucket_stream, event_stream
+from common.bus.observer import BusObserver, NoObserver, RequestKind
 from common.bus.port import (
     DEFAULT_TIMEOUT,
     MESSAGE_ID_HEADER,
@@ -26,6 +27,7 @@ from common.bus.queues import QueuedSubscription, QueuedWatch
 from common.bus.rules import check_bucket, check_message, check_pattern, check_stream, check_subject
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
+from common.runtime.trace import traced
 
 _RESTORE_BACKOFF_S: Final = 0.5
 
@@ -33,15 +35,18 @@ _RESTORE_BACKOFF_S: Final = 0.5
 class NatsBus:
     """A `port.Bus`. Its background tasks live in the group that it is given; whoever opened it closes it."""
 
-    def __init__(self, connection: Connection, tasks: asyncio.TaskGroup, clock: Clock, log: Log) -> None:
+    def __init__(
+        self, connection: Connection, tasks: asyncio.TaskGroup, clock: Clock, log: Log, observer: BusObserver
+    ) -> None:
         self._connection = connection
+        self._observer = observer
         self._tasks = tasks
         self._clock = clock
         self._log = log
         self._queues: set[QueuedSubscription] = set()
         self._watches: dict[QueuedWatch, asyncio.Task[None]] = {}
         self._jetstream = JetStream(connection.requests)
-        self._events = EventPump(self._jetstream, clock, tasks, connection.wait_up)
+        self._events = EventPump(self._jetstream, clock, tasks, connection.wait_up, observer)
         self._restorer = tasks.create_task(self._restore(), name="bus-restore")
 
     @classmethod
@@ -54,20 +59,22 @@ class NatsBus:
         clock: Clock,
         log: Log,
         on_closed: Callable[[str], None] | None = None,
+        observer: BusObserver | None = None,
         timeout_s: float = 10.0,
     ) -> Self:
         """Connect to one of the servers of `url` (comma-separated) and return ready for use.
 
         `name` is what the server's tools show. `on_closed` hears why the connection has ended for good, which should
-        end the process. Raises BusUnavailable if no server answers in time, ServerTooOld, StorageRefused.
+        end the process. `observer` counts. Raises BusUnavailable if no server answers in time, ServerTooOld, StorageRefused.
         """
-        connection = Connection(log, on_closed)
+        observer = observer or NoObserver()
+        connection = Connection(log, on_closed, observer)
         try:
             await connection.open(url, name=name, timeout_s=timeout_s)
         except BaseException:
             await connection.close()
             raise
-        return cls(connection, tasks, clock, log)
+        return cls(connection, tasks, clock, log, observer)
 
     @property
     def is_connected(self) -> bool:
@@ -86,8 +93,13 @@ class NatsBus:
     async def publish(self, subject: str, data: bytes, headers: Headers | None = None) -> None:
         """See `port.Bus.publish`."""
         check_subject(subject)
+        headers = traced(headers)
         check_message(data, headers)
-        await send(self._connection.client, subject, data, headers=headers)
+        try:
+            await send(self._connection.client, subject, data, headers=headers)
+        except BusUnavailable:
+            self._observer.publishes_lost(1)
+            raise
 
     async def request(
         self,
@@ -99,9 +111,11 @@ class NatsBus:
     ) -> Message:
         """See `port.Bus.request`."""
         check_subject(subject)
+        headers = traced(headers)
         check_message(data, headers)
         requests = self._connection.requests
-        return self._message(await requests.ask(subject, data, timeout_s=timeout, headers=headers))
+        answer = await requests.ask(subject, data, timeout_s=timeout, headers=headers, kind=RequestKind.PEER)
+        return self._message(answer)
 
     async def subscribe(self, subject: str, *, queue_group: str = "", max_pending: int = 65536) -> QueuedSubscription:
         """See `port.Bus.subscribe`."""
@@ -118,7 +132,7 @@ class NatsBus:
             if not client.is_closed:
                 await subscription.unsubscribe()
 
-        queue = QueuedSubscription(max_pending=max_pending, leave=leave)
+        queue = QueuedSubscription(max_pending=max_pending, leave=leave, dropped=self._observer.messages_dropped)
         try:
             subscription = await client.subscribe(subject, queue=queue_group, cb=arrived)
         except CONNECTION_ERRORS as error:
@@ -144,11 +158,12 @@ class NatsBus:
     async def ensure_stream(self, config: StreamConfig) -> None:
         """See `port.Bus.ensure_stream`."""
         check_stream(config)
+        await self._jetstream.check_requests_uncaptured()
         await self._jetstream.ensure(event_stream(config))
 
     def publish_event(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> bool:
         """See `port.Bus.publish_event`."""
-        labelled = {**(headers or {}), MESSAGE_ID_HEADER: message_id}
+        labelled = {**traced(headers), MESSAGE_ID_HEADER: message_id}
         check_subject(subject)
         check_message(data, labelled)
         return self._events.take(subject, data, labelled)

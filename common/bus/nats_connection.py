@@ -14,6 +14,7 @@ from nats.aio.client import Client
 from common.bus.errors import BusTimeout, BusUnavailable, StorageRefused
 from common.bus.nats_reader import Reader
 from common.bus.nats_requests import CONNECTION_ERRORS, Requests
+from common.bus.observer import BusObserver
 from common.bus.server import check_version
 from common.runtime.lifecycle import Log
 from contracts.codec import MAX_MESSAGE_BYTES
@@ -22,20 +23,23 @@ _FLUSH_TIMEOUT_S: Final = 5.0
 _CLOSE_TIMEOUT_S: Final = 2.0
 _RECONNECT_WAIT_S: Final = 0.25
 _RECONNECT_JITTER_MS: Final = 150
+_PING_EVERY_S: Final = 5.0
+_PUBLISH_COMMANDS: Final = (b"PUB ", b"HPUB ")
 
 
 class Connection:
     """The library's client, its requests, and what is known of its state."""
 
-    def __init__(self, log: Log, on_closed: Callable[[str], None] | None) -> None:
+    def __init__(self, log: Log, on_closed: Callable[[str], None] | None, observer: BusObserver) -> None:
         self.client = Client()
-        self.requests = Requests(self.client)
+        self.requests = Requests(self.client, observer)
         self.readers: set[Reader] = set()
         """Open readers: a lost connection ends their pass."""
         self.reconnects = 0
         self.is_closing = False
         self._log = log
         self._on_closed = on_closed
+        self._observer = observer
         self._changed = asyncio.Event()
 
     @property
@@ -54,7 +58,7 @@ class Connection:
                     max_reconnect_attempts=-1,  # by default it gives up for good after 60 tries
                     reconnect_time_wait=_RECONNECT_WAIT_S + secrets.randbelow(_RECONNECT_JITTER_MS) / 1000,
                     connect_timeout=2,
-                    ping_interval=5,
+                    ping_interval=_PING_EVERY_S,
                     max_outstanding_pings=2,
                     pending_size=-1,  # while disconnected, fail at once instead of buffering what nobody waits for
                     error_cb=self._errored,
@@ -125,15 +129,32 @@ class Connection:
 
     async def _disconnected(self) -> None:
         if not self.is_closing:
-            self._log.error("bus_disconnected")
+            num_lost = self._drop_unsent()
+            self._log.error("bus_disconnected", num_lost=num_lost)
+            self._observer.disconnected()
+            self._observer.publishes_lost(num_lost)
         self._lose()
+
+    def _drop_unsent(self) -> int:
+        """Throw away what the library has not written yet, and say how many messages that were.
+
+        It would send them after the reconnect, however long that takes: late, and after their senders have acted on
+        the loss. Subscriptions among them are not lost, since a reconnect repeats those.
+        """
+        unsent: list[bytes] = self.client._pending  # noqa: SLF001 - the library has no call for this
+        self.client._pending = []  # noqa: SLF001 - as above
+        self.client._pending_data_size = 0  # noqa: SLF001 - as above
+        return sum(command.startswith(_PUBLISH_COMMANDS) for command in unsent)
 
     async def _came_back(self) -> None:
         self._log.info("bus_reconnected")
         self.reconnects += 1
+        self._observer.reconnected()
         self._changed.set()
 
     async def _errored(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            self._observer.messages_dropped(1)  # the library's own queue was full: the loop was blocked for long
         if self.is_up and not self.is_closing:  # while it is down, every try to come back fails: that is known
             self._log.error("bus_error", error=repr(error))
 

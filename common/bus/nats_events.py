@@ -9,6 +9,7 @@ from typing import Final
 
 from common.bus.errors import BusTimeout, BusUnavailable, StorageRefused
 from common.bus.nats_storage import JetStream
+from common.bus.observer import BusObserver
 from common.bus.port import Headers
 from common.runtime.clock import Clock, Deadline
 from common.runtime.tasks import BoundedTasks
@@ -37,8 +38,10 @@ class EventPump:
         clock: Clock,
         group: asyncio.TaskGroup,
         wait_connected: Callable[[], Awaitable[None]],
+        observer: BusObserver,
     ) -> None:
         self._jetstream = jetstream
+        self._observer = observer
         self._clock = clock
         self._wait_connected = wait_connected
         self._sending = BoundedTasks(group, name="bus-event", limit=_MAX_IN_FLIGHT)
@@ -51,7 +54,7 @@ class EventPump:
     def take(self, subject: str, data: bytes, headers: Headers) -> bool:
         """Queue an event, or drop and count it. Never blocks."""
         if self._closed or len(self._waiting) >= MAX_WAITING_EVENTS:
-            self.dropped += 1
+            self._drop(1)
             return False
         self._waiting.append(_Event(subject, data, headers, Deadline.after(self._clock, _GIVE_UP_S)))
         self._changed.set()
@@ -70,8 +73,9 @@ class EventPump:
 
     def close(self) -> None:
         """Stop. What still waits is counted as dropped. Twice is fine."""
-        self._closed = True
-        self.dropped += len(self._waiting) + self._sending.running
+        if not self._closed:
+            self._closed = True
+            self._drop(len(self._waiting) + self._sending.running)
         self._waiting.clear()
         self._sending.cancel()
         self._task.cancel()
@@ -100,4 +104,8 @@ class EventPump:
                 continue
             else:
                 return
-        self.dropped += 1
+        self._drop(1)
+
+    def _drop(self, count: int) -> None:
+        self.dropped += count
+        self._observer.events_dropped(count)

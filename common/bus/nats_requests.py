@@ -12,7 +12,9 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from common.bus.errors import BusTimeout, BusUnavailable, NoResponders
+from common.bus.observer import BusObserver, NoObserver, RequestKind
 from common.bus.port import Headers
+from common.bus.request_outcomes import observed
 
 _NO_RESPONDERS: Final = "503"
 STATUS_HEADER: Final = "Status"
@@ -47,8 +49,9 @@ async def send(client: Client, subject: str, data: bytes, *, reply: str = "", he
 class Requests:
     """Sends requests and hands each answer to whoever waits for it."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, observer: BusObserver | None = None) -> None:
         self._client = client
+        self._observer = observer or NoObserver()
         self._prefix = ""
         self._count = 0
         self._waiting: dict[str, asyncio.Future[Msg | None]] = {}
@@ -58,8 +61,20 @@ class Requests:
         self._prefix = f"{self._client.new_inbox()}."
         await self._client.subscribe(f"{self._prefix}*", cb=self._answered)
 
-    async def ask(self, subject: str, data: bytes, *, timeout_s: float, headers: Headers | None = None) -> Msg:
+    async def ask(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        timeout_s: float,
+        headers: Headers | None = None,
+        kind: RequestKind = RequestKind.STORE,
+    ) -> Msg:
         """Send and return the first answer. Raises BusTimeout, NoResponders, BusUnavailable."""
+        with observed(self._observer, kind):
+            return await self._ask(subject, data, timeout_s, headers)
+
+    async def _ask(self, subject: str, data: bytes, timeout_s: float, headers: Headers | None) -> Msg:
         if timeout_s <= 0:
             raise BusTimeout(f"no time was left to ask {subject}")
         if not self._client.is_connected:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from common.bus.errors import BusError, BusUnavailable, NoResponders, RevisionConflict, StorageRefused
 from common.bus.nats_requests import Requests
 from common.bus.port import BucketConfig, Headers, Stored, StreamConfig
+from common.bus.rules import REQUEST_FILTERS
 
 API_TIMEOUT_S: Final = 5.0
 EXPECTED_REVISION_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
@@ -75,6 +76,15 @@ class JetStream:
     async def info(self, stream: str) -> dict[str, Any]:
         """Return what the server says of a stream. Raises NotStored if there is none."""
         return await self.call(f"STREAM.INFO.{stream}")
+
+    async def check_requests_uncaptured(self) -> None:
+        """Raise StorageRefused if a stream, whosever it is, keeps requests: its acknowledgement would race the answer."""
+        for requests in REQUEST_FILTERS:
+            answer = await self.call("STREAM.NAMES", {"subject": requests})
+            names = answer.get("streams") or []
+            if names:
+                rule = f"no stream keeps {requests}, where requests travel"
+                raise StorageRefused(f"streams: {', '.join(names)} is not allowed; the rule is: {rule}")
 
     async def ensure(self, config: dict[str, Any]) -> None:
         """Create the stream, or change it to `config`; `ensure_again` will repeat it. Raises StorageRefused."""

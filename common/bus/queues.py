@@ -14,9 +14,10 @@ Leave = Callable[[], Awaitable[None]]
 class QueuedSubscription:
     """A `port.Subscription` that an adapter feeds by `offer`. One task takes from it."""
 
-    def __init__(self, *, max_pending: int, leave: Leave) -> None:
+    def __init__(self, *, max_pending: int, leave: Leave, dropped: Callable[[int], None] | None = None) -> None:
         self._max_pending = max_pending
         self._leave = leave
+        self._tell_dropped = dropped
         self._waiting: deque[Message] = deque()
         self._arrived = asyncio.Event()
         self._closed = False
@@ -33,6 +34,8 @@ class QueuedSubscription:
             return
         if len(self._waiting) >= self._max_pending:
             self._dropped += 1
+            if self._tell_dropped is not None:
+                self._tell_dropped(1)
             return
         self._waiting.append(message)
         self._arrived.set()

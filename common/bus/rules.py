@@ -6,6 +6,7 @@ from typing import Final
 from common.bus.errors import InvalidSubject, PayloadTooLarge, StorageRefused
 from common.bus.port import BucketConfig, Headers, StreamConfig
 from contracts.codec import MAX_MESSAGE_BYTES
+from contracts.subjects import RPC_FILTER
 
 _TOKEN: Final = re.compile(r"[^\s.*>\x00-\x1f\x7f]+")
 _SUBJECT: Final = re.compile(rf"{_TOKEN.pattern}(\.{_TOKEN.pattern})*")
@@ -16,6 +17,9 @@ _HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]*")
 
 _MAX_HISTORY: Final = 64
 _MIN_TTL_S: Final = 0.1
+
+REQUEST_FILTERS: Final = (RPC_FILTER, "_INBOX.>", "$JS.API.>")
+"""Where requests and their answers travel: a stream that kept these would answer in the place of whoever was asked."""
 
 _HEADERS_FRAME_BYTES: Final = len(b"NATS/1.0\r\n\r\n")
 _HEADER_FRAME_BYTES: Final = len(b": \r\n")
@@ -67,6 +71,11 @@ def check_stream(config: StreamConfig) -> None:
         check_pattern(pattern)
     if not config.subjects:
         raise StorageRefused(f"subjects: {config.subjects} is not allowed; the rule is: one pattern or more")
+    for pattern in config.subjects:
+        for requests in REQUEST_FILTERS:
+            if overlaps(pattern, requests):
+                rule = f"a stream keeps nothing of {requests}, where requests travel"
+                raise StorageRefused(f"subjects: {pattern!r} is not allowed; the rule is: {rule}")
 
 
 def check_message(data: bytes, headers: Headers | None) -> None:
@@ -94,3 +103,13 @@ def matches(pattern: str, subject: str) -> bool:
         if index >= len(given) or part not in ("*", given[index]):
             return False
     return len(wanted) == len(given)
+
+
+def overlaps(one: str, other: str) -> bool:
+    """Whether a subject exists that both valid patterns cover."""
+    for mine, theirs in zip(one.split("."), other.split("."), strict=False):
+        if ">" in (mine, theirs):
+            return True
+        if "*" not in (mine, theirs) and mine != theirs:
+            return False
+    return one.count(".") == other.count(".")

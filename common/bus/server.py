@@ -72,10 +72,14 @@ class NatsServer:
     """One server with JetStream, on 127.0.0.1. Blocking: from a loop, call it by `asyncio.to_thread`.
 
     Free ports are chosen at the first start and kept: a restart comes back at the same address with the same store.
+    `config` is the text of a configuration file, for what the command line cannot say.
     """
 
-    def __init__(self, store_dir: Path, *, port: int = 0, monitor_port: int = 0, binary: Path | None = None) -> None:
+    def __init__(
+        self, store_dir: Path, *, port: int = 0, monitor_port: int = 0, binary: Path | None = None, config: str = ""
+    ) -> None:
         self.store_dir = store_dir
+        self._config = config
         self.log_file = store_dir / "nats-server.log"
         self._binary = binary
         self._port = port
@@ -119,6 +123,10 @@ class NatsServer:
         command = [str(binary), "-a", "127.0.0.1", "-js", "-sd", str(self.store_dir)]
         command += ["-p", str(self._port or -1), "-m", str(self._monitor_port or -1)]
         command += ["--ports_file_dir", str(ports_dir)]
+        if self._config:
+            config_file = self.store_dir / "nats-server.conf"
+            config_file.write_text(self._config, encoding="utf-8")
+            command += ["-c", str(config_file)]
         with self.log_file.open("ab") as log:
             process = self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -138,6 +146,7 @@ class NatsServer:
             return
         if self.is_running:
             self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGCONT)  # a frozen one would not hear the other
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -151,6 +160,19 @@ class NatsServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def freeze(self) -> None:
+        """Stop it as it is: its connections stand, and nothing is answered until `thaw`. It must run."""
+        self._running().send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on: it first does what was sent meanwhile. Twice is fine."""
+        self._running().send_signal(signal.SIGCONT)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise ServerNotStarted("the server does not run; the rule is: start comes first")
+        return self._process
 
     def __enter__(self) -> Self:
         self.start()
