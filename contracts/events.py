@@ -35,6 +35,8 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
 
     `at` is the wall clock (RFC 3339, UTC), for people; `at_ns` is the host's monotonic clock, for differences between
     events of one host. `started_ns` is when the thing that `duration_ms` measures began. Fields that do not apply are absent.
+    `missing_parts` names the first of the `num_missing_parts` that were owed when a handoff failed. `num_chunks` counts the
+    steps that `duration_ms` sums up; `started_ns` is then the start of the last one.
     `trace_id` and `span_id` are those of the request's W3C trace and of the hop that tells.
     Ranks are tensor-parallel ranks inside a replica; the replicas are named by `*_dp_rank`, which is absent for the first one.
     """
@@ -56,8 +58,12 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     rpc_ms: float | None = None
     enqueue_ms: float | None = None
     total_ms: float | None = None
+    response_rpc_ms: float | None = None
+    first_token_prepare_ms: float | None = None
+    first_token_rpc_ms: float | None = None
     num_bytes: int | None = None
     num_parts: int | None = None
+    num_chunks: int | None = None
     num_tokens: int | None = None
     layer: int | None = None
     role: str | None = None
@@ -70,3 +76,5 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     mixed_worker: str | None = None
     finish_reason: str | None = None
     error: ErrorInfo | None = None
+    missing_parts: tuple[str, ...] = ()
+    num_missing_parts: int | None = None

@@ -160,7 +160,8 @@ class CommitHandoff(Versioned, frozen=True, kw_only=True, tag="commit_handoff"):
 class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
     """Decode to broker: the first decode step has been enqueued. Durations are decode's own.
 
-    `first_step_ns` is the host's monotonic clock when the first decode step began.
+    `first_step_ns` is the host's monotonic clock when the first decode step began. `first_token_prepare_ms` runs from the
+    commit's arrival until the first token was ready to be sent, `first_token_rpc_ms` from then until the bus had taken it.
     """
 
     handoff_id: str
@@ -169,6 +170,8 @@ class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
     enqueue_ms: float
     total_ms: float
     first_step_ns: Whole
+    first_token_prepare_ms: float = 0.0
+    first_token_rpc_ms: float = 0.0
 
 
 class ReleaseHandoff(Versioned, frozen=True, kw_only=True, tag="release_handoff"):
@@ -177,6 +180,16 @@ class ReleaseHandoff(Versioned, frozen=True, kw_only=True, tag="release_handoff"
     handoff_id: str
     reason: str
     tombstone_ms: Whole
+
+
+class Released(Versioned, frozen=True, kw_only=True, tag="released", omit_defaults=True):
+    """A worker's answer to a release: it holds nothing of the handoff any more.
+
+    `response_rpc_ms` is how long the broker took to answer the prefill worker's report of the first token.
+    """
+
+    handoff_id: str
+    response_rpc_ms: float | None = None
 
 
 class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
@@ -210,7 +223,8 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
     """The durable truth about one handoff: the value of its key in `PD_HANDOFFS`. Messages are hints, this decides.
 
     It holds what another broker needs to send any message of the handoff again. `num_cached_tokens` were at decode before
-    (they came with the grant), `num_prefill_cached_tokens` at prefill (they come with its end).
+    (they came with the grant), `num_prefill_cached_tokens` at prefill (they come with its end). `traceparent` is the W3C trace of
+    the broker's hop.
     """
 
     handoff_id: str
@@ -224,6 +238,7 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
     prompt_hash: str
     sampling: SamplingParams
     deadline_at: str
+    traceparent: str = ""
     grant: Grant | None = None
     num_cached_tokens: Whole = 0
     first_token: Whole | None = None

@@ -88,10 +88,15 @@ class SubmitRequest(Versioned, frozen=True, kw_only=True, tag="submit_request"):
 
 
 class CancelRequest(Versioned, frozen=True, kw_only=True, tag="cancel_request"):
-    """The router tells the broker that nobody waits for a request any more."""
+    """The router tells the broker that nobody waits for a request any more: it had `num_tokens` of it by then.
+
+    With a `finish_reason` it is not given up but complete: the router saw its end, as with a stop string.
+    """
 
     handoff_id: str
     reason: str
+    num_tokens: Whole = 0
+    finish_reason: FinishReason | None = None
 
 
 class CancelWork(Versioned, frozen=True, kw_only=True, tag="cancel_work"):

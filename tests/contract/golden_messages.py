@@ -27,6 +27,7 @@ from contracts.manifest import (
     Span,
     TensorKey,
 )
+from contracts.trace import TraceContext
 
 FOLDER: Final = Path(__file__).parent / "golden"
 MODULES: Final = (events, handoff, links, requests, workers)
@@ -35,6 +36,7 @@ ERROR: Final = ErrorInfo(code=ErrorCode.OVERLOADED, message="no room", param="ma
 SAMPLING: Final = requests.SamplingParams(
     max_tokens=64, seed=7, temperature=0.5, top_p=0.9, top_k=40, min_tokens=2, ignore_eos=True
 )
+TRACE: Final = TraceContext(trace_id="0af7651916cd43dd8448eb211c80319c", span_id="b7ad6b7169203331")
 PREFILL: Final = requests.WorkerRef(worker_id="prefill-0", incarnation="i0a")
 DECODE: Final = requests.WorkerRef(worker_id="decode-0", incarnation="i0b")
 ROUTE: Final = requests.DisaggregatedRoute(prefill=PREFILL, decode=DECODE)
@@ -114,7 +116,9 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         sampling=SAMPLING,
         timeout_ms=60000,
     ),
-    requests.CancelRequest(handoff_id="r1-0", reason="the client left"),
+    requests.CancelRequest(
+        handoff_id="r1-0", reason="a stop string was met", num_tokens=7, finish_reason=requests.FinishReason.STOP
+    ),
     requests.CancelWork(handoff_id="r1-0"),
     requests.Ping(),
     requests.Pong(broker_id="broker-0", draining=False),
@@ -188,9 +192,17 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         handoff_id="r1-0", incarnation="i0b", fence=1, first_token=17, num_cached_tokens=16, timeout_ms=59000
     ),
     handoff.TakenOver(
-        handoff_id="r1-0", incarnation="i0b", prepare_ms=0.5, enqueue_ms=0.25, total_ms=0.75, first_step_ns=123456789
+        handoff_id="r1-0",
+        incarnation="i0b",
+        prepare_ms=0.5,
+        enqueue_ms=0.25,
+        total_ms=0.75,
+        first_step_ns=123456789,
+        first_token_prepare_ms=0.5,
+        first_token_rpc_ms=0.125,
     ),
     handoff.ReleaseHandoff(handoff_id="r1-0", reason="decode has taken over", tombstone_ms=65000),
+    handoff.Released(handoff_id="r1-0", response_rpc_ms=0.75),
     handoff.RequestEnded(
         handoff_id="r1-0",
         incarnation="i0b",
@@ -210,6 +222,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         prompt_hash="ab12",
         sampling=SAMPLING,
         deadline_at="2030-01-01T00:00:00.000+00:00",
+        traceparent=TRACE.traceparent,
         grant=GRANT,
         num_cached_tokens=16,
         first_token=17,
@@ -291,6 +304,9 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         request_id="r1",
         at="2030-01-01T00:00:00.000000+00:00",
         at_ns=123456789,
+        trace_id=TRACE.trace_id,
+        span_id=TRACE.span_id,
+        parent_span_id="00f067aa0ba902b7",
         phase="push",
         duration_ms=1.5,
         started_ns=121956789,
@@ -298,8 +314,12 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         rpc_ms=0.25,
         enqueue_ms=0.125,
         total_ms=2.5,
+        response_rpc_ms=0.75,
+        first_token_prepare_ms=0.5,
+        first_token_rpc_ms=0.125,
         num_bytes=4096,
         num_parts=1,
+        num_chunks=3,
         num_tokens=40,
         layer=3,
         role="key",
@@ -312,6 +332,8 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         mixed_worker="mixed-0",
         finish_reason="stop",
         error=ERROR,
+        missing_parts=("value of layer 3, source rank 1, destination rank 0: [0, 40)",),
+        num_missing_parts=2,
     ),
 )
 
