@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
+from common.bus.measurement import BusMetrics
 from common.bus.nats import NatsBus
 from common.bus.storage import EVENTS_CONFIG
 from common.engine.port import Engine, EngineDeadError
@@ -14,7 +15,7 @@ from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
 from common.runtime.logging import configure_logging
 from common.runtime.metrics import Metrics
 from common.runtime.settings import SettingsError, load_from_arguments
-from common.worker.engines import make_engine
+from common.worker.engines import make_engines, start_engines
 from common.worker.host import WorkerHost
 from common.worker.service import WorkerParts, WorkerService
 from common.worker.settings import WorkerSettings
@@ -45,20 +46,26 @@ async def _start(
     admin = AdminServer(AdminRoutes(state=lambda: lifecycle.state, metrics=metrics), port=settings.admin_port)
     lifecycle.on_close("admin", admin.close)
     log.info("admin_port_opened", port=await admin.start())
-    engine = make_engine(settings, incarnation, clock)
-    lifecycle.on_close("engine", engine.stop)
-    progress = lifecycle.tasks.create_task(_log_progress(engine, log), name="progress")
-    info = await engine.start()
-    progress.cancel()
-    log.info(
-        "engine_started",
-        tp=len(info.ranks),
-        model_fingerprint=info.model_fingerprint,
-        num_blocks=info.num_blocks,
-        num_slots=info.num_slots,
-        weight_bytes=sum(rank.num_weight_bytes for rank in info.ranks),
-        cache_bytes=sum(rank.num_region_bytes for rank in info.ranks),
-    )
+    engines = make_engines(settings, incarnation, clock)
+    progress = []
+    for dp_rank, engine in enumerate(engines):
+        lifecycle.on_close(f"engine-{dp_rank}", engine.stop)
+        work = _log_progress(engine, dp_rank, log)
+        progress.append(lifecycle.tasks.create_task(work, name=f"progress-{dp_rank}"))
+    started = await start_engines(engines)
+    for task in progress:
+        task.cancel()
+    for dp_rank, each in enumerate(started):
+        log.info(
+            "engine_started",
+            dp_rank=dp_rank,
+            tp=len(each.info.ranks),
+            model_fingerprint=each.info.model_fingerprint,
+            num_blocks=each.info.num_blocks,
+            num_slots=each.info.num_slots,
+            weight_bytes=sum(rank.num_weight_bytes for rank in each.info.ranks),
+            cache_bytes=sum(rank.num_region_bytes for rank in each.info.ranks),
+        )
     bus = await NatsBus.connect(
         settings.nats_url,
         name=settings.worker_id,
@@ -66,6 +73,7 @@ async def _start(
         clock=clock,
         log=log,
         on_closed=lifecycle.fail,
+        observer=BusMetrics(metrics),
     )
     lifecycle.on_close("bus", bus.close)
     await bus.ensure_stream(EVENTS_CONFIG)
@@ -73,8 +81,7 @@ async def _start(
         WorkerParts(
             settings=settings,
             incarnation=incarnation,
-            engine=engine,
-            info=info,
+            engines=started,
             bus=bus,
             clock=clock,
             log=log,
@@ -89,10 +96,17 @@ async def _start(
     await host.open()
 
 
-async def _log_progress(engine: Engine, log: Log) -> None:
+async def _log_progress(engine: Engine, dp_rank: int, log: Log) -> None:
     while True:
         try:
             progress = await engine.next_progress()
         except EngineDeadError:  # whoever started the engine knows why, and says so
             return
-        log.info("engine_loading", rank=progress.rank, phase=progress.phase, done=progress.done, total=progress.total)
+        log.info(
+            "engine_loading",
+            dp_rank=dp_rank,
+            rank=progress.rank,
+            phase=progress.phase,
+            done=progress.done,
+            total=progress.total,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from common.bus.measurement import BusMetrics
 from common.bus.nats import NatsBus
 from common.bus.port import Bus
 from common.bus.storage import EVENTS_CONFIG
@@ -80,6 +81,7 @@ async def _start(settings: BrokerSettings, lifecycle: Lifecycle, log: Log) -> No
         clock=clock,
         log=log,
         on_closed=lifecycle.fail,
+        observer=BusMetrics(metrics),
     )
     lifecycle.on_close("bus", bus.close)
     routes = AdminRoutes(

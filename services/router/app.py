@@ -9,6 +9,7 @@ from typing import Final
 
 from aiohttp import web
 
+from common.bus.measurement import BusMetrics
 from common.bus.nats import NatsBus
 from common.bus.port import Bus
 from common.runtime.admin import AdminRoutes
@@ -41,6 +42,7 @@ async def connect_and_start(
     settings: RouterSettings, lifecycle: Lifecycle, *, clock: Clock, log: Log, entropy: Callable[[int], bytes]
 ) -> int:
     """Start the router on the NATS server of its settings; see `start`."""
+    registry = Metrics()
     bus = await NatsBus.connect(
         settings.nats_url,
         name=settings.router_id,
@@ -48,9 +50,10 @@ async def connect_and_start(
         clock=clock,
         log=log,
         on_closed=lifecycle.fail,
+        observer=BusMetrics(registry),
     )
     lifecycle.on_close("bus", bus.close)
-    return await start(settings, lifecycle, bus=bus, clock=clock, log=log, entropy=entropy)
+    return await start(settings, lifecycle, bus=bus, clock=clock, log=log, registry=registry, entropy=entropy)
 
 
 async def start(
@@ -60,6 +63,7 @@ async def start(
     bus: Bus,
     clock: Clock,
     log: Log,
+    registry: Metrics,
     entropy: Callable[[int], bytes],
 ) -> int:
     """Start the router on an open bus, and return the port on which it serves.
@@ -68,7 +72,6 @@ async def start(
     is over. Raises SettingsError for a model that cannot be read, `BusError`, and OSError for a port that is taken.
     """
     model = load_model(settings.model, name=settings.model_name, wall_time=clock.wall_time)
-    registry = Metrics()
     metrics = RouterMetrics(registry)
     tokenizing = Tokenizing(
         model, num_threads=settings.tokenizer_threads, inline_chars=settings.inline_tokenizing_chars

@@ -22,6 +22,7 @@ from common.bus.port import Bucket, Bus, Message
 from common.bus.storage import WORKERS_CONFIG
 from common.runtime.clock import SystemClock
 from common.runtime.lifecycle import Lifecycle, serve
+from common.runtime.metrics import Metrics
 from common.worker.registration import PUT_EVERY_S
 from contracts import subjects
 from contracts.codec import decode, encode
@@ -313,7 +314,9 @@ async def router_world(
     started: asyncio.Future[tuple[Lifecycle, int]] = asyncio.get_running_loop().create_future()
 
     async def main(lifecycle: Lifecycle) -> None:
-        port = await app.start(chosen, lifecycle, bus=router_bus, clock=clock, log=log, entropy=os.urandom)
+        port = await app.start(
+            chosen, lifecycle, bus=router_bus, clock=clock, log=log, registry=Metrics(), entropy=os.urandom
+        )
         started.set_result((lifecycle, port))
 
     async with asyncio.TaskGroup() as mesh_group:
