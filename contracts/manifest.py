@@ -106,9 +106,11 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """What two workers must agree on before they are linked. `topology` may differ: the planner bridges it.
 
     `model` identifies configuration and weights; equal strings mean that a cache of one can be continued by the other.
+    `draft` identifies the draft head whose caches are kept beside the model's; empty without one.
     """
 
     model: str
+    draft: str = ""
     block_size: int
     dtypes: CacheDtypes
     num_speculative_tokens: int
@@ -177,6 +179,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     coordinates: Coordinates
     model: str
+    draft: str = ""
     block_size: int
     dtypes: CacheDtypes
     num_blocks: int
@@ -190,6 +193,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
         """The part of this manifest that is compared when two workers are linked."""
         return Fingerprint(
             model=self.model,
+            draft=self.draft,
             block_size=self.block_size,
             dtypes=self.dtypes,
             num_speculative_tokens=self.num_speculative_tokens,

@@ -14,14 +14,14 @@ SAMPLE_BYTES: Final = 64 * 1024
 NUM_SAMPLES: Final = 64
 
 
-def checkpoint_fingerprint(folder: Path, config: ModelConfig, dtype: str) -> str:
-    """32 hex digits over the configuration, the dtype that weights are widened to, and the safetensors files of `folder`.
+def checkpoint_fingerprint(folder: Path, config: ModelConfig) -> str:
+    """32 hex digits over the configuration and the safetensors files of `folder`. Dtypes of the caches are compared apart.
 
     Of each file: its name, its size, and 64 evenly spaced samples of 64 KiB (the whole of a small file). Reading terabytes at
     every start would cost more than it protects: two trainings of one model differ in every sample.
     """
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(msgspec.json.encode([config, dtype], order="deterministic"))
+    digest.update(msgspec.json.encode(config, order="deterministic"))
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())

@@ -134,7 +134,7 @@ class Rank:
             manifest=region_map.manifest(
                 worker_id=start.worker_id,
                 incarnation=start.incarnation,
-                model=checkpoint_fingerprint(folder, config, dtype),
+                model=checkpoint_fingerprint(folder, config),
             ),
             region=self._region.descriptor,
             num_weight_bytes=num_weight_bytes(weights),

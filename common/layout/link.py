@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from common.layout.refusal import PlanRefusedError, PlanRule
+from common.layout.refusal import Mismatch, PlanRefusedError, PlanRule, WorkersDifferError
 from contracts.manifest import Fingerprint, PagedPlace, RankManifest, Role, SlotPlace, Span, TensorKey
 
 Interval = tuple[int, int]
@@ -16,19 +16,35 @@ Tiling = dict[Interval, Holders]
 
 def check_link(source: Fingerprint, destination: Fingerprint) -> None:
     """Raise `PlanRefusedError` unless a cache of `source` can be continued at `destination`. Topologies may differ."""
-    pairs: tuple[tuple[PlanRule, object, object], ...] = (
-        (PlanRule.MODEL, source.model, destination.model),
-        (PlanRule.BLOCK_SIZE, source.block_size, destination.block_size),
-        (PlanRule.DTYPES, source.dtypes, destination.dtypes),
-        (PlanRule.SPECULATION, source.num_speculative_tokens, destination.num_speculative_tokens),
-    )
-    for rule, expected, actual in pairs:
-        if expected != actual:
-            raise PlanRefusedError(rule, where="destination", expected=expected, actual=actual)
+    found = mismatches(source, destination)
+    if found:
+        raise WorkersDifferError(found)
     if source.topology.dcp_size != 1:
         raise PlanRefusedError(
             PlanRule.CONTEXT_PARALLEL, where="source", expected="dcp_size 1", actual=source.topology.dcp_size
         )
+
+
+def mismatches(source: Fingerprint, destination: Fingerprint) -> tuple[Mismatch, ...]:
+    """Every field of two fingerprints that must be equal and is not."""
+    pairs: tuple[tuple[PlanRule, str, object, object, str], ...] = (
+        (PlanRule.MODEL, "model", source.model, destination.model, "start both from the same checkpoint"),
+        (PlanRule.DRAFT, "draft", source.draft, destination.draft, "start both with the same draft"),
+        (PlanRule.BLOCK_SIZE, "block_size", source.block_size, destination.block_size, "set block_size alike"),
+        (PlanRule.DTYPES, "dtypes", source.dtypes, destination.dtypes, "set dtype alike"),
+        (
+            PlanRule.SPECULATION,
+            "num_speculative_tokens",
+            source.num_speculative_tokens,
+            destination.num_speculative_tokens,
+            "set the speculation depth alike",
+        ),
+    )
+    return tuple(
+        Mismatch(rule=rule, field=field, source=ours, destination=theirs, remedy=remedy)
+        for rule, field, ours, theirs, remedy in pairs
+        if ours != theirs
+    )
 
 
 def tile(side: str, manifests: Sequence[RankManifest]) -> dict[TensorKey, Tiling]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Final
+
+import msgspec
 
 from contracts.errors import ErrorCode, PdmeshError
+from contracts.manifest import CacheDtypes
 
 
 class PlanRule(StrEnum):
@@ -18,7 +23,9 @@ class PlanRule(StrEnum):
     MODEL = "same_model"
     BLOCK_SIZE = "same_block_size"
     DTYPES = "same_dtypes"
+    DRAFT = "same_draft"
     SPECULATION = "same_speculation_depth"
+    TRANSPORT = "same_transport"
     CONTEXT_PARALLEL = "context_parallel_destination_only"
     TENSORS = "same_tensors"
     UNIT = "same_unit"
@@ -41,3 +48,42 @@ class PlanRefusedError(PdmeshError):
         self.where = where
         self.expected = expected
         self.actual = actual
+
+
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One field in which two workers differ that must be equal in both. `remedy` says what to change."""
+
+    rule: PlanRule
+    field: str
+    source: object
+    destination: object
+    remedy: str
+
+    @property
+    def text(self) -> str:
+        """The field, both values, the rule and the remedy, in words."""
+        return (
+            f"{self.field}: {_shown(self.source)} at the prefill worker, {_shown(self.destination)} at the decode worker "
+            f"(rule {self.rule}: {self.remedy})"
+        )
+
+
+class WorkersDifferError(PlanRefusedError):
+    """Two workers differ in fields that must be equal. `rule` is that of the first one, the text names all of them."""
+
+    def __init__(self, mismatches: Sequence[Mismatch]) -> None:
+        first = mismatches[0]
+        super().__init__(first.rule, where=first.field, expected=first.source, actual=first.destination)
+        self.mismatches: Final = tuple(mismatches)
+        self.message = "; ".join(mismatch.text for mismatch in mismatches)
+        self.args = (self.message,)
+
+
+def _shown(value: object) -> object:
+    match value:
+        case CacheDtypes():
+            return " ".join(f"{role}={dtype}" for role, dtype in msgspec.structs.asdict(value).items())
+        case "":
+            return "none"
+        case _:
+            return value

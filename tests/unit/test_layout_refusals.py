@@ -90,6 +90,7 @@ SPOILED_SOURCES: list[tuple[str, PlanRule, Callable[[Manifests], Manifests]]] = 
     ("ranks disagree about capacity", PlanRule.FINGERPRINT, lambda m: [m[0], replace(m[1], num_blocks=5)]),
     ("a newer schema", PlanRule.SCHEMA_VERSION, lambda m: [m[0], replace(m[1], schema_version=2)]),
     ("another model", PlanRule.MODEL, lambda m: on_all(m, model="other")),
+    ("another draft", PlanRule.DRAFT, lambda m: on_all(m, draft="other")),
     ("another speculation depth", PlanRule.SPECULATION, lambda m: on_all(m, num_speculative_tokens=2)),
     (
         "no dcp at the source",
@@ -163,6 +164,17 @@ def test_another_dtype_is_refused() -> None:
     error = refused(source(), other.manifests())
     assert error.rule is PlanRule.DTYPES
     assert error.actual == CacheDtypes(key=Dtype.FLOAT16, value=Dtype.FLOAT16, conv=Dtype.FLOAT16)
+
+
+def test_all_that_differs_is_named_at_once() -> None:
+    """Who reads the refusal can mend everything in one go: each field with both values, its rule, and what to change."""
+    error = refused(on_all(source(), draft="d1"), on_all(destination(), model="other", num_speculative_tokens=2))
+    assert error.message == str(error)
+    assert error.message.split("; ") == [
+        "model: tiny at the prefill worker, other at the decode worker (rule same_model: start both from the same checkpoint)",
+        "draft: d1 at the prefill worker, none at the decode worker (rule same_draft: start both with the same draft)",
+        "num_speculative_tokens: 0 at the prefill worker, 2 at the decode worker (rule same_speculation_depth: set the speculation depth alike)",
+    ]
 
 
 def test_a_receiver_with_more_heads_is_refused() -> None:
