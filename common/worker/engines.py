@@ -1,7 +1,9 @@
-"""Chooses the engine that a worker's settings name."""
+"""Makes and starts the engines that a worker's settings name: one for each of its replicas."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import assert_never
 
 from common.engine.fake import FakeEngine
@@ -9,21 +11,37 @@ from common.engine.port import Engine
 from common.engine.rank_group import RankGroup
 from common.engine.rank_launch import ProcessLauncher
 from common.runtime.clock import Clock
+from common.worker.replica import StartedEngine
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts.rank import StartRank
 
 
-def make_engine(settings: WorkerSettings, incarnation: str, clock: Clock) -> Engine:
-    """An engine that has not been started."""
+def make_engines(settings: WorkerSettings, incarnation: str, clock: Clock) -> tuple[Engine, ...]:
+    """Engines that have not been started, in the order of their dp rank."""
+    return tuple(_make_engine(settings, incarnation, clock, dp_rank) for dp_rank in range(settings.dp))
+
+
+async def start_engines(engines: Sequence[Engine]) -> tuple[StartedEngine, ...]:
+    """Start all engines, side by side. When one fails the others are cancelled; whoever made them stops them."""
+    async with asyncio.TaskGroup() as group:
+        starts = [group.create_task(engine.start(), name=f"start-{n}") for n, engine in enumerate(engines)]
+    return tuple(
+        StartedEngine(engine=engine, info=start.result()) for engine, start in zip(engines, starts, strict=True)
+    )
+
+
+def _make_engine(settings: WorkerSettings, incarnation: str, clock: Clock, dp_rank: int) -> Engine:
     match settings.engine:
         case EngineKind.RANKS:
-            starts = tuple(_start_of(settings, incarnation, rank) for rank in range(settings.tp))
+            starts = tuple(_start_of(settings, incarnation, dp_rank, rank) for rank in range(settings.tp))
             return RankGroup(starts, ProcessLauncher())
         case EngineKind.FAKE:
             return FakeEngine(
                 clock,
                 worker_id=settings.worker_id,
                 incarnation=incarnation,
+                dp_rank=dp_rank,
+                dp=settings.dp,
                 tp=settings.tp,
                 block_size=settings.block_size,
                 num_blocks=settings.num_blocks,
@@ -33,10 +51,12 @@ def make_engine(settings: WorkerSettings, incarnation: str, clock: Clock) -> Eng
             assert_never(settings.engine)
 
 
-def _start_of(settings: WorkerSettings, incarnation: str, rank: int) -> StartRank:
+def _start_of(settings: WorkerSettings, incarnation: str, dp_rank: int, rank: int) -> StartRank:
     return StartRank(
         worker_id=settings.worker_id,
         incarnation=incarnation,
+        dp_rank=dp_rank,
+        dp=settings.dp,
         rank=rank,
         tp=settings.tp,
         model_dir=str(settings.model),

@@ -15,7 +15,7 @@ class GeneratingService(WorkerService):
 
     async def stepped(self, outcome: StepOutcome) -> None:
         """Stream the step's tokens, and end the sequences that they finish."""
-        self.count(outcome)
+        self.work.count(outcome)
         for produced in outcome.produced:
             sequence = self.table.by_seq(produced.seq)
             if sequence is None:
@@ -47,7 +47,7 @@ class GeneratingService(WorkerService):
         error: ErrorInfo | None = None,
     ) -> None:
         """Take a sequence out of the steps now; in the background send its end, give back its memory, tell the broker."""
-        self.scheduler.hold(sequence)
+        self.replicas.of(sequence).scheduler.hold(sequence)
         deadline = self.deadline_of(sequence)
 
         async def wind_up() -> None:

@@ -33,7 +33,7 @@ class WorkerHost:
         bucket = await self.registration.open()
         works = {
             "rpc": read(),
-            "steps": service.loop.run(),
+            **{f"steps-{replica.dp_rank}": replica.loop.run() for replica in service.replicas},
             "cancels": service.run_cancels(cancels),
             "sweeps": service.run_sweeps(),
             "registration": self.registration.run(),

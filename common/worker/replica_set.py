@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from common.engine.port import EngineError, EngineInfo
 from common.layout.replicas import split_replicas
+from common.worker.core.blocks import Reservation
 from common.worker.core.replica_choice import choose_for_memory, choose_for_prompt
 from common.worker.core.scheduler import StepLimits
+from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepObserver
 from common.worker.replica import Replica, StartedEngine
 from contracts.manifest import RankManifest
@@ -23,7 +25,7 @@ class ReplicaSet:
     """
 
     def __init__(
-        self, started: Sequence[StartedEngine], limits: StepLimits, observer: StepObserver, *, release_timeout_ms: int
+        self, started: Iterable[StartedEngine], limits: StepLimits, observer: StepObserver, *, release_timeout_ms: int
     ) -> None:
         self._replicas = tuple(
             Replica(dp_rank, each, limits, observer, release_timeout_ms=release_timeout_ms)
@@ -76,26 +78,34 @@ class ReplicaSet:
         """Slots of all replicas."""
         return sum(replica.pool.num_slots for replica in self._replicas)
 
-    def for_memory(self, num_tokens: int) -> Replica | None:
-        """The replica that shall set memory aside for `num_tokens`; None when none has room now."""
+    def of(self, sequence: Sequence) -> Replica:
+        """The replica in which a sequence lives."""
+        return self._replicas[sequence.dp_rank]
+
+    def reserve(self, num_tokens: int) -> tuple[Replica, Reservation] | None:
+        """Take memory for `num_tokens` in the emptiest replica that has it; None, and nothing taken, when none has room."""
         num_blocks = self._replicas[0].pool.num_blocks_for(num_tokens)
         chosen = choose_for_memory((replica.load for replica in self._replicas), num_blocks)
-        return None if chosen is None else self._replicas[chosen]
+        if chosen is None:
+            return None
+        memory = self._replicas[chosen].pool.reserve(num_tokens)
+        return None if memory is None else (self._replicas[chosen], memory)
 
     def for_prompt(self, num_tokens: int) -> Replica:
         """The replica that shall compute a prompt whose sequence takes `num_tokens` of memory there."""
         num_blocks = self._replicas[0].pool.num_blocks_for(num_tokens)
         return self._replicas[choose_for_prompt((replica.load for replica in self._replicas), num_blocks)]
 
-    async def link(self, peer: WorkerRef, ranks: Sequence[WorkerDescription]) -> None:
+    async def link(self, peer: WorkerRef, ranks: Iterable[WorkerDescription]) -> None:
         """Link every replica here with every replica of `peer`, given all of its ranks; in place of an earlier link.
 
         Raises `EngineError` with the rule that forbids it; then no replica is linked.
         """
+        described = tuple(ranks)
         try:
             for replica in self._replicas:
                 async with replica.loop.lock:
-                    await replica.engine.link(peer, tuple(ranks))
+                    await replica.engine.link(peer, described)
         except EngineError:
             await self.unlink(peer)
             raise
@@ -110,3 +120,8 @@ class ReplicaSet:
         """Raise `AssertionError` unless every block and slot of every replica is in exactly one place."""
         for replica in self._replicas:
             replica.pool.check_integrity()
+
+    async def retry_quarantine(self) -> None:
+        """See `EngineLoop.retry_quarantine`."""
+        for replica in self._replicas:
+            await replica.loop.retry_quarantine()

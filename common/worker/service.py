@@ -12,22 +12,23 @@ import msgspec
 from common.bus.handoff_events import HandoffEvents
 from common.bus.port import Bucket, Bus, Subscription
 from common.bus.rpc import Handler, RefusedError
-from common.engine.port import Engine, EngineInfo
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
 from common.worker.broker_client import BrokerClient, Report
 from common.worker.core.admission import Command, NewWork, Room, refuse_command, refuse_new
-from common.worker.core.blocks import BlockPool
 from common.worker.core.prompts import PromptBuffer
-from common.worker.core.scheduler import Scheduler, StepLimits
+from common.worker.core.scheduler import StepLimits
 from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
-from common.worker.engine_loop import EngineLoop, StepOutcome
+from common.worker.engine_loop import StepOutcome
 from common.worker.inspection import Inspection
+from common.worker.replica import Replica, StartedEngine
+from common.worker.replica_set import ReplicaSet
 from common.worker.settings import WorkerSettings
 from common.worker.token_stream import TokenStream
+from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.handoff import ReleaseHandoff, RunMixed, RunPrefill
@@ -35,7 +36,6 @@ from contracts.requests import Accepted, CancelWork, PromptFrame
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
     Link,
-    WorkerLoad,
     WorkerRecord,
     WorkerRole,
     WorkerState,
@@ -46,12 +46,11 @@ _MAX_REPORTS: Final = 4096
 
 
 class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a composition root gives a service."""
+    """What a composition root gives a service. `engines` are its replicas, in the order of their dp rank."""
 
     settings: WorkerSettings
     incarnation: str
-    engine: Engine
-    info: EngineInfo
+    engines: tuple[StartedEngine, ...]
     bus: Bus
     clock: Clock
     log: Log
@@ -72,64 +71,39 @@ class WorkerService(ABC):
         settings = parts.settings
         self.settings = settings
         self.incarnation = parts.incarnation
-        self.info = parts.info
         self.bus = parts.bus
         self.clock = parts.clock
         self.log = parts.log
-        self.pool = BlockPool(
-            num_blocks=parts.info.num_blocks, num_slots=parts.info.num_slots, block_size=parts.info.block_size
-        )
         limits = StepLimits(
             max_step_tokens=settings.max_step_tokens,
             prefill_chunk_tokens=settings.prefill_chunk_tokens,
             mix_batch=settings.mix_batch,
         )
-        self.scheduler = Scheduler(self.pool, limits)
-        self.loop = EngineLoop(
-            parts.engine, self.pool, self.scheduler, self, release_timeout_ms=settings.release_timeout_ms
-        )
-        self.prompts = PromptBuffer(max_tokens=settings.prompt_buffer_tokens, vocab_size=parts.info.vocab_size)
+        self.replicas = ReplicaSet(parts.engines, limits, self, release_timeout_ms=settings.release_timeout_ms)
+        self.info = self.replicas.info
+        self.prompts = PromptBuffer(max_tokens=settings.prompt_buffer_tokens, vocab_size=self.info.vocab_size)
         self.table = HandoffTable()
         self.tokens = TokenStream(parts.bus, parts.clock)
         self.broker = BrokerClient(parts.bus, parts.clock)
         self.events = HandoffEvents(parts.bus, parts.clock, service=self.role, instance=settings.worker_id)
         self.reports = BoundedTasks(parts.group, name="report", limit=_MAX_REPORTS, on_error=self._report_failed)
+        self.work = WorkMetrics(parts.metrics, self.table, self.replicas)
         self._inspection = Inspection(
             settings.worker_id,
             parts.incarnation,
-            parts.info.ranks,
-            loop=self.loop,
-            pool=self.pool,
+            self.replicas,
             table=self.table,
             prompts=self.prompts,
-            num_prefilled_tokens=lambda: self.num_prefilled_tokens,
+            num_prefilled_tokens=lambda: self.work.num_prefilled_tokens,
         )
         self.draining = False
         self._deadlines: dict[str, Deadline] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self.num_prefilled_tokens = 0
-        self._prefilled = parts.metrics.counter("prefilled_tokens_total", "Prompt tokens computed.")
-        self._decoded = parts.metrics.counter(
-            "decoded_tokens_total", "Tokens computed one at a time, after the prompt."
-        )
-        self._step_seconds = parts.metrics.histogram("step_seconds", "Duration of one step on the sampling rank.")
-        parts.metrics.gauge("free_blocks", "Cache blocks that nobody holds.").set_function(
-            lambda: self.pool.num_free_blocks
-        )
-        parts.metrics.gauge("free_slots", "State slots that nobody holds.").set_function(
-            lambda: self.pool.num_free_slots
-        )
-        parts.metrics.gauge("running_sequences", "Sequences that take part in steps.").set_function(
-            lambda: self.scheduler.num_running
-        )
-        parts.metrics.gauge("waiting_sequences", "Sequences that wait for memory.").set_function(
-            lambda: self.scheduler.num_waiting
-        )
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence, prompt and output, that the model and the empty pool can hold."""
+        """The longest sequence, prompt and output, that the model and one empty replica can hold."""
         return min(self.info.max_position, self.info.num_blocks * self.info.block_size)
 
     @property
@@ -147,18 +121,13 @@ class WorkerService(ABC):
             model=self.settings.model_name,
             model_fingerprint=self.info.model_fingerprint,
             tp=self.settings.tp,
-            dp=1,
+            dp=len(self.replicas),
             dcp=1,
             block_size=self.info.block_size,
-            num_blocks=self.info.num_blocks,
-            num_slots=self.info.num_slots,
+            num_blocks=self.replicas.num_blocks,
+            num_slots=self.replicas.num_slots,
             max_sequence_tokens=self.max_sequence_tokens,
-            load=WorkerLoad(
-                num_free_blocks=self.pool.num_free_blocks,
-                num_free_slots=self.pool.num_free_slots,
-                num_waiting=self.scheduler.num_waiting,
-                num_running=self.scheduler.num_running,
-            ),
+            load=self.replicas.load,
             links=self.links,
         )
 
@@ -197,15 +166,16 @@ class WorkerService(ABC):
             worker_id=self.settings.worker_id,
             draining=self.draining,
             max_sequence_tokens=self.max_sequence_tokens,
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.replicas.load.num_waiting,
             max_waiting=self.settings.max_waiting,
         )
         _refuse(command.handoff_id, refuse_new(num_tokens, room))
 
-    def new_sequence(self, command: NewWork) -> Sequence:
-        """Let a handoff live here, and start its deadline."""
+    def new_sequence(self, command: NewWork, replica: Replica) -> Sequence:
+        """Let a handoff live in one replica, and start its deadline."""
         sequence = Sequence(
             seq=self.table.next_seq(),
+            dp_rank=replica.dp_rank,
             handoff_id=command.handoff_id,
             request_id=command.request_id,
             attempt=command.attempt,
@@ -221,18 +191,6 @@ class WorkerService(ABC):
     def deadline_of(self, sequence: Sequence) -> Deadline:
         """Until when the request is worth anything; now, if the handoff is over."""
         return self._deadlines.get(sequence.handoff_id) or Deadline.after(self.clock, 0)
-
-    def count(self, outcome: StepOutcome) -> None:
-        """Add a step to the counters."""
-        num_prefilled = 0
-        for item in outcome.plan.items:
-            sequence = self.table.by_seq(item.seq)
-            if sequence is not None and item.start < sequence.num_prompt_tokens:
-                num_prefilled += item.num_tokens
-        self.num_prefilled_tokens += num_prefilled
-        self._prefilled.inc(num_prefilled)
-        self._decoded.inc(sum(item.num_tokens for item in outcome.plan.items) - num_prefilled)
-        self._step_seconds.observe((outcome.result.ended_ns - outcome.result.started_ns) / 1e9)
 
     def report(self, report: Report, deadline: Deadline) -> None:
         """Deliver a report to the broker in the background."""
@@ -252,7 +210,7 @@ class WorkerService(ABC):
         if sequence is None:
             return
         self.tokens.drop(sequence)
-        await self.loop.release(sequence)
+        await self.replicas.of(sequence).loop.release(sequence)
         if not len(self.table):
             self._idle.set()
 
@@ -297,7 +255,7 @@ class WorkerService(ABC):
                     continue
                 sequence = self.table.get(cancel.handoff_id)
                 if sequence is not None:
-                    self.scheduler.hold(sequence)
+                    self.replicas.of(sequence).scheduler.hold(sequence)
                 else:
                     grace = Deadline.after(self.clock, self.settings.deadline_grace_s)
                     await self.end(cancel.handoff_id, tombstone=grace)
@@ -313,9 +271,9 @@ class WorkerService(ABC):
                 if now >= deadline.at + self.settings.deadline_grace_s:
                     self.log.info("handoff_expired", handoff_id=handoff_id)
                     await self.end(handoff_id)
-            await self.loop.retry_quarantine()
-            if not len(self.table) and not self.pool.num_quarantined_blocks:
-                self.pool.check_integrity()
+            await self.replicas.retry_quarantine()
+            if not len(self.table):
+                self.replicas.check_integrity()
 
     async def drain(self) -> None:
         """Take nothing new, and wait until every handoff has ended here and every report is delivered."""

@@ -80,7 +80,7 @@ class Plans:
         return PairPlan(planned=compiled.parts, block_size=source[0].block_size)
 
     async def _describe(self, role: WorkerRole, worker: WorkerRef, deadline: Deadline) -> tuple[RankManifest, ...]:
-        """The manifests of all ranks, one message a rank."""
+        """The manifests of the ranks of replica 0, one message a rank: all replicas of a worker are laid out alike."""
         if worker in self._manifests:
             return self._manifests[worker]
         subject = subjects.worker_rpc(role, worker.worker_id, WorkerVerb.DESCRIBE)
@@ -95,6 +95,6 @@ class Plans:
                 text = f"{worker.worker_id} is {answer.incarnation} now, not {worker.incarnation}"
                 raise PdmeshError(text, code=ErrorCode.INCARNATION_CHANGED)
             manifests.append(answer.manifest)
-            num_ranks = answer.num_ranks
+            num_ranks = answer.manifest.coordinates.tp_size
         self._manifests[worker] = tuple(manifests)
         return self._manifests[worker]

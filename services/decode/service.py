@@ -52,26 +52,28 @@ class DecodeService(GeneratingService):
         if sequence is None:
             num_tokens = command.num_prompt_tokens + command.sampling.max_tokens
             self.check_new(command, num_tokens)
-            memory = self.pool.reserve(num_tokens)
-            if memory is None:
-                raise RefusedError(
-                    command.handoff_id,
-                    ErrorCode.OVERLOADED,
-                    f"{num_tokens} tokens do not fit now: {self.pool.num_free_blocks} blocks of "
-                    f"{self.pool.block_size} and {self.pool.num_free_slots} slots are free",
-                )
-            sequence = self.new_sequence(command)
+            reserved = self.replicas.reserve(num_tokens)
+            if reserved is None:
+                raise RefusedError(command.handoff_id, ErrorCode.OVERLOADED, self._why_no_room(num_tokens))
+            replica, memory = reserved
+            sequence = self.new_sequence(command, replica)
             sequence.memory = memory
             sequence.state = SequenceState.HELD
             try:
-                await self.loop.bind(sequence)
+                await replica.loop.bind(sequence)
             except EngineError as error:
                 await self.end(command.handoff_id, tombstone=Deadline.after(self.clock, 0))
                 raise RefusedError(command.handoff_id, error.code, error.message) from error
         else:
-            async with self.loop.lock:  # the first call may still be binding
+            async with self.replicas.of(sequence).loop.lock:  # the first call may still be binding
                 pass
         return self._reserved(sequence, began_ns)
+
+    def _why_no_room(self, num_tokens: int) -> str:
+        pools = [replica.pool for replica in self.replicas]
+        free = ", ".join(f"{pool.num_free_blocks} and {pool.num_free_slots}" for pool in pools)
+        share = " in each replica" if len(pools) > 1 else ""
+        return f"{num_tokens} tokens do not fit now: blocks of {self.info.block_size} and slots free{share}: {free}"
 
     def _reserved(self, sequence: Sequence, began_ns: int) -> Reserved:
         memory = sequence.memory
@@ -82,6 +84,7 @@ class DecodeService(GeneratingService):
             grant=Grant(
                 worker_id=self.settings.worker_id,
                 incarnation=self.incarnation,
+                dp_rank=sequence.dp_rank,
                 generation=memory.generation,
                 block_ids=memory.block_ids,
                 slot=memory.slot,
@@ -107,11 +110,12 @@ class DecodeService(GeneratingService):
             sequence.num_cached_tokens = command.num_cached_tokens
             sequence.pending_token = command.first_token
             sequence.output_ids.append(command.first_token)
-            self.scheduler.start(sequence)
+            replica = self.replicas.of(sequence)
+            replica.scheduler.start(sequence)
             self._takeovers[sequence.handoff_id] = _Takeover(
                 committed_ns=committed_ns, enqueued_ns=self.clock.monotonic_ns()
             )
-            self.loop.wake()
+            replica.loop.wake()
             await self.tokens.add(sequence, command.first_token)
         return Accepted(handoff_id=command.handoff_id)
 

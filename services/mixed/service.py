@@ -31,18 +31,24 @@ class MixedService(GeneratingService):
         command = decode(data, RunMixed)
         self.check_command(command)
         if self.table.get(command.handoff_id) is None:
-            self.check_new(command, command.num_prompt_tokens + command.sampling.max_tokens)
+            num_tokens = command.num_prompt_tokens + command.sampling.max_tokens
+            self.check_new(command, num_tokens)
             prompt_ids = self.take_prompt_of(command)
-            sequence = self.new_sequence(command)
+            replica = self.replicas.for_prompt(num_tokens)
+            sequence = self.new_sequence(command, replica)
             sequence.prompt_ids = prompt_ids
-            self.scheduler.enqueue(sequence)
-            self.loop.wake()
+            replica.scheduler.enqueue(sequence)
+            replica.loop.wake()
         return Accepted(handoff_id=command.handoff_id)
 
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins."""
         self.events.publish(
-            EventName.PREFILL_STARTED, handoff_id=sequence.handoff_id, request_id=sequence.request_id, phase="prefill"
+            EventName.PREFILL_STARTED,
+            handoff_id=sequence.handoff_id,
+            request_id=sequence.request_id,
+            phase="prefill",
+            source_dp_rank=sequence.dp_rank,
         )
 
     async def token_produced(self, sequence: Sequence, outcome: StepOutcome) -> None:
@@ -55,4 +61,5 @@ class MixedService(GeneratingService):
                 phase="prefill",
                 at_ns=outcome.result.ended_ns,
                 num_tokens=sequence.num_prompt_tokens,
+                source_dp_rank=sequence.dp_rank,
             )

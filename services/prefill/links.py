@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -10,15 +10,15 @@ import msgspec
 from common.bus.errors import BusError
 from common.bus.port import Bucket, Bus, Entry, Snapshot
 from common.engine.port import EngineDeadError, EngineError
-from common.layout.planner import ReshardPlan, plan
+from common.layout.planner import ReshardPlan
 from common.layout.refusal import PlanRefusedError
+from common.layout.replicas import plan_workers
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
-from common.worker.engine_loop import EngineLoop
+from common.worker.replica_set import ReplicaSet
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import PdmeshError
-from contracts.manifest import RankManifest
 from contracts.requests import WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
@@ -46,12 +46,11 @@ class Links:
     A restarted worker is a new one. Who leaves `PD_WORKERS` is unlinked.
     """
 
-    def __init__(self, bus: Bus, clock: Clock, log: Log, loop: EngineLoop, manifests: Sequence[RankManifest]) -> None:
+    def __init__(self, bus: Bus, clock: Clock, log: Log, replicas: ReplicaSet) -> None:
         self._bus = bus
         self._clock = clock
         self._log = log
-        self._loop = loop
-        self._manifests = tuple(manifests)
+        self._replicas = replicas
         self._known: dict[str, _Linked] = {}
         self._announce: Callable[[], None] = lambda: None
 
@@ -128,10 +127,9 @@ class Links:
         self._announce()
 
     async def _link(self, peer: WorkerRef, record: WorkerRecord) -> ReshardPlan:
-        ranks = [await self._describe(peer, rank) for rank in range(record.tp)]
-        compiled = plan(self._manifests, [each.manifest for each in ranks])
-        async with self._loop.lock:
-            await self._loop.engine.link(peer, tuple(ranks))
+        ranks = [await self._describe(peer, rank) for rank in range(record.dp * record.tp)]
+        compiled = plan_workers(self._replicas.manifests, [each.manifest for each in ranks])
+        await self._replicas.link(peer, ranks)
         return compiled
 
     async def _describe(self, peer: WorkerRef, rank: int) -> WorkerDescription:
@@ -151,7 +149,6 @@ class Links:
         if known is None:
             return
         if known.plan is not None:
-            async with self._loop.lock:
-                await self._loop.engine.unlink(WorkerRef(worker_id=worker_id, incarnation=known.link.incarnation))
+            await self._replicas.unlink(WorkerRef(worker_id=worker_id, incarnation=known.link.incarnation))
         self._log.info("peer_unlinked", peer=worker_id, peer_incarnation=known.link.incarnation)
         self._announce()

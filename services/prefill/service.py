@@ -16,6 +16,7 @@ from common.runtime.clock import Deadline
 from common.worker.core.parts import PartProgress, PushedParts
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
+from common.worker.replica import Replica
 from common.worker.service import WorkerParts, WorkerService
 from contracts import subjects
 from contracts.codec import decode, encode
@@ -58,8 +59,7 @@ class PrefillService(WorkerService):
         self._prefills: dict[str, _Prefill] = {}
         self._unreported: dict[tuple[str, int], None] = {}
         self._has_unreported = asyncio.Event()
-        manifests = [rank.manifest for rank in parts.info.ranks]
-        self.peers = Links(parts.bus, parts.clock, parts.log, self.loop, manifests)
+        self.peers = Links(parts.bus, parts.clock, parts.log, self.replicas)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -80,7 +80,7 @@ class PrefillService(WorkerService):
         return {
             "links": self.peers.run(bucket, announce),
             "link_checks": self.peers.run_checks(bucket),
-            "pushes": self.run_pushes(),
+            **{f"pushes-{replica.dp_rank}": self.run_pushes(replica) for replica in self.replicas},
             "reports": self.run_reports(),
             "events": self.run_events(),
         }
@@ -107,19 +107,20 @@ class PrefillService(WorkerService):
                 f"{command.num_prompt_tokens} tokens",
             )
         prompt_ids = self.take_prompt_of(command)
-        sequence = self.new_sequence(command)
+        replica = self.replicas.for_prompt(command.num_prompt_tokens)
+        sequence = self.new_sequence(command, replica)
         sequence.prompt_ids = prompt_ids
         sequence.push = PushTarget(grant=grant, num_cached_tokens=command.num_cached_tokens)
         owed: dict[int, int] = {}
         for part in plan.parts:
             owed[part.src_rank] = owed.get(part.src_rank, 0) + 1
         self._prefills[sequence.handoff_id] = _Prefill(
-            parts=PushedParts(sequence.handoff_id, self.incarnation),
+            parts=PushedParts(sequence.handoff_id, self.incarnation, replica.dp_rank),
             parts_left=owed,
             accepted_ns=self.clock.monotonic_ns(),
         )
-        self.scheduler.enqueue(sequence)
-        self.loop.wake()
+        replica.scheduler.enqueue(sequence)
+        replica.loop.wake()
         return Accepted(handoff_id=command.handoff_id)
 
     async def _parts(self, data: bytes) -> msgspec.Struct:
@@ -143,17 +144,18 @@ class PrefillService(WorkerService):
             at_ns=prefill.started_ns,
             prepare_ms=(prefill.started_ns - prefill.accepted_ns) / 1e6,
             num_tokens=sequence.num_prompt_tokens,
+            source_dp_rank=sequence.dp_rank,
         )
 
     async def stepped(self, outcome: StepOutcome) -> None:
         """Report every prompt that ended with this step."""
-        self.count(outcome)
+        self.work.count(outcome)
         for produced in outcome.produced:
             sequence = self.table.by_seq(produced.seq)
             prefill = None if sequence is None else self._prefills.get(sequence.handoff_id)
             if sequence is None or prefill is None:
                 continue
-            self.scheduler.hold(sequence)
+            self.replicas.of(sequence).scheduler.hold(sequence)
             reason = sequence.finish_reason(produced.token_id, self.info.eos_token_ids)
             deadline = self.deadline_of(sequence)
             self.report(
@@ -184,10 +186,10 @@ class PrefillService(WorkerService):
         if prefill is not None:
             _tell(prefill)
 
-    async def run_pushes(self) -> None:
-        """Note what the ranks have pushed, as they say it."""
+    async def run_pushes(self, replica: Replica) -> None:
+        """Note what the ranks of one replica have pushed, as they say it."""
         while True:
-            push = await self.loop.engine.next_push()
+            push = await replica.engine.next_push()
             sequence = self.table.get(push.handoff_id)
             prefill = self._prefills.get(push.handoff_id)
             if sequence is None or prefill is None:
@@ -234,7 +236,7 @@ class PrefillService(WorkerService):
             self.log.info("parts_report_lost", handoff_id=handoff_id, error_code=error.code)
 
     def _fail(self, sequence: Sequence, error: ErrorInfo) -> None:
-        self.scheduler.hold(sequence)
+        self.replicas.of(sequence).scheduler.hold(sequence)
         prefill = self._prefills.get(sequence.handoff_id)
         if prefill is None or prefill.failed:
             return  # with one part of a transfer fail all that were in it: once is enough to say so
@@ -262,6 +264,8 @@ class PrefillService(WorkerService):
             layer=push.layer,
             source_rank=push.rank,
             destination_rank=push.destination_rank,
+            source_dp_rank=sequence.dp_rank,
+            destination_dp_rank=0 if sequence.push is None else sequence.push.grant.dp_rank,
         )
 
     def _layer_events(self, sequence: Sequence, outcome: StepOutcome) -> Iterator[Callable[[], None]]:
@@ -279,6 +283,7 @@ class PrefillService(WorkerService):
                     duration_ms=(end_ns - start_ns) / 1e6,
                     layer=layer,
                     source_rank=rank,
+                    source_dp_rank=sequence.dp_rank,
                 )
 
 

@@ -22,6 +22,7 @@ from common.engine.fake import FakeEngine, fake_token
 from common.runtime.metrics import Metrics
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.host import WorkerHost
+from common.worker.replica import StartedEngine
 from common.worker.service import WorkerParts, WorkerService
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts import ids, subjects
@@ -103,8 +104,7 @@ class Mesh:
         parts = WorkerParts(
             settings=settings,
             incarnation=f"i-{worker_id}",
-            engine=engine,
-            info=await engine.start(),
+            engines=(StartedEngine(engine=engine, info=await engine.start()),),
             bus=self.server.connect(),
             clock=self.clock,
             log=structlog.get_logger(),
@@ -214,9 +214,9 @@ def test_every_handoff_ends_and_all_memory_comes_back(seed: int) -> None:
         assert HandoffState.CANCELLED in states
         await mesh.clock.sleep(1.0)
         for service in mesh.services:
-            service.pool.check_integrity()
-            assert service.pool.num_free_blocks == service.settings.num_blocks
-            assert service.pool.num_free_slots == service.settings.num_slots
+            service.replicas.check_integrity()
+            assert service.replicas.load.num_free_blocks == service.settings.num_blocks
+            assert service.replicas.load.num_free_slots == service.settings.num_slots
             assert len(service.table) == 0
 
     _run(scenario)

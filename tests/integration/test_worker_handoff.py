@@ -19,6 +19,7 @@ from common.engine.port import EngineError, StepResult
 from common.runtime.metrics import Metrics
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.host import WorkerHost
+from common.worker.replica import StartedEngine
 from common.worker.service import WorkerParts, WorkerService
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts import subjects
@@ -137,8 +138,7 @@ class Mesh:
             WorkerParts(
                 settings=settings,
                 incarnation=incarnation,
-                engine=engine,
-                info=await engine.start(),
+                engines=(StartedEngine(engine=engine, info=await engine.start()),),
                 bus=self.server.connect(),
                 clock=self.clock,
                 log=structlog.get_logger(),
@@ -245,10 +245,11 @@ class Mesh:
     def assert_empty(self) -> None:
         """Every pool is at its baseline, and nothing is remembered but tombstones."""
         for service in self.services.values():
-            service.pool.check_integrity()
-            assert (service.pool.num_free_blocks, service.pool.num_free_slots) == (
-                service.settings.num_blocks,
-                service.settings.num_slots,
+            service.replicas.check_integrity()
+            load, settings = service.replicas.load, service.settings
+            assert (load.num_free_blocks, load.num_free_slots) == (
+                settings.dp * settings.num_blocks,
+                settings.dp * settings.num_slots,
             )
             assert (len(service.table), len(service.prompts), len(service.tokens)) == (0, 0, 0)
 
@@ -300,8 +301,8 @@ def test_a_handoff_from_reserve_to_release() -> None:
             assert await mesh.release("prefill", "prefill-0") == Accepted(handoff_id=HANDOFF)
             assert await mesh.release("decode", "decode-0") == Accepted(handoff_id=HANDOFF)
         mesh.assert_empty()
-        assert mesh.services["decode-0"].num_prefilled_tokens == 0
-        assert mesh.services["prefill-0"].num_prefilled_tokens == len(PROMPT)
+        assert mesh.services["decode-0"].work.num_prefilled_tokens == 0
+        assert mesh.services["prefill-0"].work.num_prefilled_tokens == len(PROMPT)
         last = {report.source_rank: report for report in mesh.reports}
         assert sorted(last) == [0, 1]
         for report in last.values():
@@ -387,7 +388,7 @@ def test_a_cancel_stops_computing_and_keeps_memory_until_the_release() -> None:
         await mesh.bus.publish(subjects.cancel("decode-0", REQUEST), b"not json")
         await mesh.clock.sleep(1.0)
         decode_worker = mesh.services["decode-0"]
-        assert decode_worker.pool.num_free_slots == decode_worker.settings.num_slots - 1
+        assert decode_worker.replicas.load.num_free_slots == decode_worker.settings.num_slots - 1
         await mesh.release("decode", "decode-0")
         mesh.assert_empty()
 
@@ -485,7 +486,7 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_the_worker_goes_
         await mesh.run(reserved)
         finished = await mesh.heard.get()
         assert isinstance(finished, PrefillFinished)
-        engine = mesh.services["decode-0"].loop.engine
+        engine = mesh.services["decode-0"].replicas[0].engine
         assert isinstance(engine, FaultyEngine)
         engine.failing_steps = 1
         await mesh.commit(EXPECTED[0])
@@ -507,7 +508,7 @@ def test_a_prefill_that_fails_is_reported_and_keeps_its_memory_until_the_release
 
     async def scenario(mesh: Mesh) -> None:
         await _pair(mesh)
-        engine = mesh.services["prefill-0"].loop.engine
+        engine = mesh.services["prefill-0"].replicas[0].engine
         assert isinstance(engine, FaultyEngine)
         engine.failing_steps = 1
         await mesh.send_prompt("prefill", "prefill-0")
@@ -530,12 +531,12 @@ def test_memory_with_a_writer_at_work_is_quarantined_until_the_writer_stops() ->
         await _pair(mesh)
         await mesh.reserve()
         worker = mesh.services["decode-0"]
-        engine = worker.loop.engine
+        engine = worker.replicas[0].engine
         assert isinstance(engine, FaultyEngine)
         engine.writers_left = 2
         await mesh.release("decode", "decode-0")
-        assert worker.pool.num_quarantined_blocks == 4
-        assert worker.pool.num_free_blocks == worker.settings.num_blocks - 4
+        assert worker.replicas[0].pool.num_quarantined_blocks == 4
+        assert worker.replicas[0].pool.num_free_blocks == worker.settings.num_blocks - 4
         await mesh.clock.sleep(3.0)
         mesh.assert_empty()
 

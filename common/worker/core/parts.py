@@ -29,11 +29,12 @@ class _RankParts:
 
 
 class PushedParts:
-    """The parts of one handoff by source rank."""
+    """The parts of one handoff by source rank, all of them ranks of the replica that computes its prompt."""
 
-    def __init__(self, handoff_id: str, incarnation: str) -> None:
+    def __init__(self, handoff_id: str, incarnation: str, dp_rank: int) -> None:
         self._handoff_id = handoff_id
         self._incarnation = incarnation
+        self._dp_rank = dp_rank
         self._ranks: dict[int, _RankParts] = {}
 
     def add(self, push: PartPushed) -> PartProgress:
@@ -53,6 +54,7 @@ class PushedParts:
         return PartsReport(
             handoff_id=self._handoff_id,
             incarnation=self._incarnation,
+            source_dp_rank=self._dp_rank,
             source_rank=source_rank,
             revision=rank.revision,
             parts=tuple(

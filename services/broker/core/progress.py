@@ -25,6 +25,8 @@ from services.broker.core.effects import (
 )
 from services.broker.core.events import (
     Ask,
+    CancelRequested,
+    ReleaseSettled,
 )
 from services.broker.core.handoff import Verdict, refusal
 from services.broker.core.ledger import Ledger, LedgerError
@@ -56,7 +58,11 @@ def reserved(turn: Turn, answer: Reserved, rpc_ms: float) -> None:
         block_size=handoff.block_size,
     )
     turn.publish(
-        EventName.DECODE_RESERVED, rpc_ms=rpc_ms, prepare_ms=answer.prepare_ms, num_tokens=answer.num_cached_tokens
+        EventName.DECODE_RESERVED,
+        rpc_ms=rpc_ms,
+        prepare_ms=answer.prepare_ms,
+        num_tokens=answer.num_cached_tokens,
+        destination_dp_rank=grant.dp_rank,
     )
     turn.amend(state=HandoffState.PREFILLING, grant=grant, num_cached_tokens=answer.num_cached_tokens)
     turn.set(ledger=ledger)
@@ -95,6 +101,7 @@ def parts_reported(turn: Turn, report: PartsReport) -> None:
     if rank in ledger.closed_sources - handoff.ledger.closed_sources:
         turn.publish(
             EventName.RANK_PUSHED,
+            source_dp_rank=report.source_dp_rank,
             source_rank=rank,
             num_parts=ledger.num_parts(rank),
             num_bytes=report.num_bytes,
@@ -138,6 +145,7 @@ def prefill_ended(turn: Turn, message: PrefillFinished) -> None:
         return
     turn.publish(
         EventName.PREFILL_FINISHED,
+        prepare_ms=message.queue_ms,
         duration_ms=message.compute_ms,
         total_ms=message.queue_ms + message.compute_ms,
         num_tokens=handoff.record.num_prompt_tokens - message.num_cached_tokens,
@@ -173,6 +181,8 @@ def decode_took_over(turn: Turn, message: TakenOver) -> None:
         enqueue_ms=message.enqueue_ms,
         total_ms=message.total_ms,
         started_ns=message.first_step_ns,
+        first_token_prepare_ms=message.first_token_prepare_ms,
+        first_token_rpc_ms=message.first_token_rpc_ms,
     )
     turn.release(WorkerRole.PREFILL, "decode has taken over")
 
@@ -222,8 +232,8 @@ def worker_ended(turn: Turn, message: RequestEnded) -> None:
         )
 
 
-def cancel(turn: Turn, reason: str) -> None:
-    """Nobody waits any more."""
+def cancel(turn: Turn, event: CancelRequested) -> None:
+    """Nobody waits any more: given up, or complete as the router sees it, which it can be only once tokens were sent."""
     if not turn.open:
         return
     handoff = turn.handoff
@@ -231,15 +241,22 @@ def cancel(turn: Turn, reason: str) -> None:
         message = CancelWork(handoff_id=handoff.handoff_id)
         hint = HintCancel(worker=handoff.workers[role], request_id=handoff.record.request_id, message=message)
         turn.effects.append(hint)
-    turn.judge(Verdict(state=HandoffState.CANCELLED, error=ErrorInfo(code=ErrorCode.CANCELLED, message=reason)))
+    decoding = handoff.commit_asked or turn.state is HandoffState.DECODING
+    if event.finish_reason is not None and decoding:
+        turn.judge(Verdict(state=HandoffState.FINISHED, finish_reason=event.finish_reason, num_tokens=event.num_tokens))
+        return
+    error = ErrorInfo(code=ErrorCode.CANCELLED, message=event.reason)
+    turn.judge(Verdict(state=HandoffState.CANCELLED, error=error, num_tokens=event.num_tokens))
 
 
 def expire(turn: Turn) -> None:
     """The deadline has passed: end now; the bucket hears of it when it can."""
     if turn.handoff.terminal:
         return
-    error = ErrorInfo(code=ErrorCode.DEADLINE_EXCEEDED, message=f"the deadline passed while {turn.state}")
-    turn.fail(error)
+    text = f"the deadline passed while {turn.state}"
+    if turn.handoff.num_missing_parts:
+        text += f": {turn.handoff.num_missing_parts} of {len(turn.handoff.planned)} parts of the cache had not arrived"
+    turn.fail(ErrorInfo(code=ErrorCode.DEADLINE_EXCEEDED, message=text))
     verdict = turn.handoff.verdict
     if verdict is not None:
         turn.conclude(messages.terminal_record(turn.handoff.record, verdict))
@@ -260,15 +277,15 @@ def worker_gone(turn: Turn, worker: WorkerRef) -> None:
     turn.fail(ErrorInfo(code=ErrorCode.WORKER_LOST, message=text))
 
 
-def settle(turn: Turn, role: WorkerRole, *, acknowledged: bool) -> None:
+def settle(turn: Turn, event: ReleaseSettled) -> None:
     """A worker holds nothing any more."""
-    handoff = turn.handoff
+    handoff, role = turn.handoff, event.role
     if role not in handoff.release_asked or role in handoff.settled:
         return
     turn.set(settled=handoff.settled | {role})
-    if acknowledged:
+    if event.acknowledged:
         name = EventName.PREFILL_RELEASED if role is WorkerRole.PREFILL else EventName.DECODE_RELEASED
-        turn.publish(name)
+        turn.publish(name, rpc_ms=event.rpc_ms, response_rpc_ms=event.response_rpc_ms)
 
 
 def _check_later(turn: Turn) -> None:
