@@ -9,7 +9,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 export OMP_WAIT_POLICY := PASSIVE
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo up test test-long lint types layers check clean
+.PHONY: demo up test test-long lint types layers check schemas clean
 
 demo: $(VENV)/.worker
 	$(BIN)/pdmesh demo
@@ -34,6 +34,11 @@ types: $(VENV)/.dev
 
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
+
+# After a change of the contracts: the schemas and the AsyncAPI document in docs, and the golden messages.
+schemas: $(VENV)/.dev
+	$(BIN)/python -m common.schemas docs
+	$(BIN)/python -m tests.contract.golden_messages
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdmesh needs Python 3.11 or newer")'

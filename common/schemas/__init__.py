@@ -1,0 +1,1 @@
+"""The contracts as documents for other programs: JSON Schema and AsyncAPI. `python -m common.schemas` writes them."""
