@@ -15,7 +15,7 @@ from contracts.subjects import WorkerVerb
 from services.decode.service import DecodeService
 from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
-from tests.integration.test_worker_handoff import HANDOFF, REQUEST, Mesh, in_mesh
+from tests.integration.worker_world import HANDOFF, REQUEST, Mesh, in_mesh
 
 DATA = array("I", [1, 2, 3]).tobytes()
 FRAME = PromptFrame(

@@ -1,43 +1,14 @@
 """A prefill and a decode worker with fake engines on the in-memory bus, in virtual time; the test plays broker and router."""
 
-import asyncio
-import base64
-import hashlib
-from array import array
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 
-from common.bus.memory import MemoryBus, MemoryServer
-from common.bus.port import Subscription
 from common.bus.storage import WORKERS_CONFIG
-from common.engine.fake import FakeEngine, fake_token
-from common.engine.port import EngineError, StepResult
-from common.runtime.metrics import Metrics
-from common.runtime.virtual_time import VirtualClock, run_virtual
-from common.worker.host import WorkerHost
-from common.worker.replica import StartedEngine
-from common.worker.service import WorkerParts, WorkerService
-from common.worker.settings import EngineKind, WorkerSettings
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode
-from contracts.handoff import (
-    CommitHandoff,
-    PartsReport,
-    PrefillFinished,
-    ReleaseHandoff,
-    RequestEnded,
-    Reserved,
-    ReserveDecode,
-    RunMixed,
-    RunPrefill,
-    TakenOver,
-)
-from contracts.rank import StepPlan
+from contracts.handoff import PrefillFinished, RequestEnded, Reserved, ReserveDecode, RunMixed, TakenOver
 from contracts.requests import (
     Accepted,
     CancelWork,
@@ -45,240 +16,32 @@ from contracts.requests import (
     PromptFrame,
     Refused,
     SamplingParams,
-    TokenFrame,
     WorkerRef,
 )
-from contracts.subjects import BrokerVerb, WorkerVerb
-from contracts.workers import LinkState, WorkerRecord
+from contracts.subjects import WorkerVerb
+from contracts.workers import LinkState
 from services.decode.service import DecodeService
 from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
-
-HANDOFF, REQUEST = "r1-0", "r1"
-PROMPT = list(range(1, 41))
-DATA = array("I", PROMPT).tobytes()
-HASH = hashlib.sha256(DATA).hexdigest()
-SAMPLING = SamplingParams(max_tokens=12, seed=9, temperature=0.0)
-EXPECTED = [fake_token(9, position) for position in range(len(PROMPT), len(PROMPT) + 12)]
-
-
-class FaultyEngine(FakeEngine):
-    """A fake engine whose next steps or releases can be told to go wrong."""
-
-    failing_steps = 0
-    writers_left = 0
-
-    async def step(self, plan: StepPlan) -> StepResult:
-        """Fail, alike on all ranks, as often as told."""
-        if self.failing_steps:
-            self.failing_steps -= 1
-            raise EngineError("rank 1: out of memory")
-        return await super().step(plan)
-
-    async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
-        """Say that a writer is still at work, as often as told."""
-        if self.writers_left:
-            self.writers_left -= 1
-            return frozenset(seqs)
-        return await super().release(seqs, generation, timeout_ms)
-
-
-class Mesh:
-    """Workers, and what a broker and a router would hear of them."""
-
-    def __init__(self, group: asyncio.TaskGroup, clock: VirtualClock) -> None:
-        self.group = group
-        self.clock = clock
-        self.server = MemoryServer(clock)
-        self.bus: MemoryBus = self.server.connect()
-        self.services: dict[str, WorkerService] = {}
-        self.hosts: list[WorkerHost] = []
-        self.heard: asyncio.Queue[PrefillFinished | TakenOver | RequestEnded] = asyncio.Queue()
-        self.reports: list[PartsReport] = []
-        self.frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
-
-    async def open(self) -> None:
-        """Listen as the broker and as the router."""
-        broker = await self.bus.subscribe(subjects.broker_rpc_filter())
-        parts = await self.bus.subscribe(subjects.PARTS_FILTER)
-        tokens = await self.bus.subscribe(subjects.tokens_filter("router-0"))
-        self.group.create_task(self._answer(broker))
-        self.group.create_task(self._read(parts, lambda data: self.reports.append(decode(data, PartsReport))))
-        self.group.create_task(self._read(tokens, lambda data: self.frames.put_nowait(decode(data, TokenFrame))))
-
-    async def _answer(self, subscription: Subscription) -> None:
-        kinds: dict[str, Any] = {
-            BrokerVerb.PREFILL_FINISHED: PrefillFinished,
-            BrokerVerb.TAKEN_OVER: TakenOver,
-            BrokerVerb.ENDED: RequestEnded,
-        }
-        async for message in subscription:
-            report = decode(message.data, kinds[subjects.verb_of(message.subject)])
-            self.heard.put_nowait(report)
-            await message.respond(encode(Accepted(handoff_id=report.handoff_id)))
-
-    async def _read(self, subscription: Subscription, take: Callable[[bytes], None]) -> None:
-        async for message in subscription:
-            take(message.data)
-
-    async def add(self, kind: type[WorkerService], worker_id: str, tp: int = 1, **changes: Any) -> WorkerService:
-        """Start a worker."""
-        settings = WorkerSettings(worker_id=worker_id, model=Path("fake"), engine=EngineKind.FAKE, tp=tp, **changes)
-        incarnation = f"i-{worker_id}"
-        engine = FaultyEngine(
-            self.clock,
-            worker_id=worker_id,
-            incarnation=incarnation,
-            tp=tp,
-            num_blocks=settings.num_blocks,
-            num_slots=settings.num_slots,
-            step_s=0.002,
-        )
-        service = kind(
-            WorkerParts(
-                settings=settings,
-                incarnation=incarnation,
-                engines=(StartedEngine(engine=engine, info=await engine.start()),),
-                bus=self.server.connect(),
-                clock=self.clock,
-                log=structlog.get_logger(),
-                metrics=Metrics(),
-                group=self.group,
-            )
-        )
-        host = WorkerHost(service, service.bus, self.group, service.log)
-        await host.open()
-        self.services[worker_id] = service
-        self.hosts.append(host)
-        return service
-
-    async def ask(
-        self, role: str, worker_id: str, verb: WorkerVerb, message: msgspec.Struct, kind: Any = Accepted | Refused
-    ) -> Any:
-        """Ask a worker and decode its answer."""
-        reply = await self.bus.request(subjects.worker_rpc(role, worker_id, verb), encode(message))
-        return decode(reply.data, kind)
-
-    async def linked(self) -> None:
-        """Wait until the prefill worker's record says that it is linked."""
-        while True:
-            bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
-            entry = await bucket.get("prefill-0")
-            if entry is not None and decode(entry.value, WorkerRecord).links:
-                return
-            await self.clock.sleep(0.1)
-
-    async def send_prompt(self, role: str, worker_id: str) -> None:
-        """Send the prompt as the router does."""
-        frame = PromptFrame(
-            handoff_id=HANDOFF,
-            index=0,
-            num_frames=1,
-            num_prompt_tokens=len(PROMPT),
-            prompt_hash=HASH,
-            timeout_ms=60_000,
-            ids_b64=base64.b64encode(DATA).decode(),
-        )
-        assert await self.ask(role, worker_id, WorkerVerb.PROMPT, frame) == Accepted(handoff_id=HANDOFF)
-
-    async def reserve(self, sampling: SamplingParams = SAMPLING) -> Any:
-        """Reserve as the broker does."""
-        message = ReserveDecode(
-            handoff_id=HANDOFF,
-            request_id=REQUEST,
-            attempt=0,
-            router_id="router-0",
-            incarnation="i-decode-0",
-            source=WorkerRef(worker_id="prefill-0", incarnation="i-prefill-0"),
-            fence=1,
-            num_prompt_tokens=len(PROMPT),
-            sampling=sampling,
-            timeout_ms=60_000,
-        )
-        return await self.ask("decode", "decode-0", WorkerVerb.RESERVE, message, Reserved | Refused)
-
-    async def run(self, reserved: Reserved, **changes: Any) -> Any:
-        """Ask for the prefill as the broker does."""
-        values: dict[str, Any] = {
-            "handoff_id": HANDOFF,
-            "request_id": REQUEST,
-            "attempt": 0,
-            "router_id": "router-0",
-            "incarnation": "i-prefill-0",
-            "fence": 1,
-            "num_prompt_tokens": len(PROMPT),
-            "prompt_hash": HASH,
-            "sampling": SAMPLING,
-            "timeout_ms": 60_000,
-            "grant": reserved.grant,
-            "num_cached_tokens": 0,
-        }
-        return await self.ask("prefill", "prefill-0", WorkerVerb.RUN, RunPrefill(**(values | changes)))
-
-    async def commit(self, first_token: int) -> Any:
-        """Commit as the broker does."""
-        message = CommitHandoff(
-            handoff_id=HANDOFF,
-            incarnation="i-decode-0",
-            fence=1,
-            first_token=first_token,
-            num_cached_tokens=0,
-            timeout_ms=60_000,
-        )
-        return await self.ask("decode", "decode-0", WorkerVerb.COMMIT, message)
-
-    async def release(self, role: str, worker_id: str) -> Any:
-        """Release as the broker does."""
-        message = ReleaseHandoff(handoff_id=HANDOFF, reason="test", tombstone_ms=60_000)
-        return await self.ask(role, worker_id, WorkerVerb.RELEASE, message)
-
-    async def text(self) -> tuple[list[int], TokenFrame]:
-        """All token ids up to the final frame, and that frame."""
-        ids: list[int] = []
-        while True:
-            frame = await self.frames.get()
-            assert frame.index == len(ids)
-            ids += frame.token_ids
-            if frame.final:
-                return ids, frame
-
-    def assert_empty(self) -> None:
-        """Every pool is at its baseline, and nothing is remembered but tombstones."""
-        for service in self.services.values():
-            service.replicas.check_integrity()
-            load, settings = service.replicas.load, service.settings
-            assert (load.num_free_blocks, load.num_free_slots) == (
-                settings.dp * settings.num_blocks,
-                settings.dp * settings.num_slots,
-            )
-            assert (len(service.table), len(service.prompts), len(service.tokens)) == (0, 0, 0)
-
-
-def in_mesh(scenario: Callable[[Mesh], Awaitable[None]]) -> None:
-    """Run a scenario in virtual time, then stop the mesh."""
-
-    async def main(clock: VirtualClock) -> None:
-        async with asyncio.timeout(300), asyncio.TaskGroup() as group:
-            mesh = Mesh(group, clock)
-            await mesh.open()
-            await scenario(mesh)
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
-
-    run_virtual(main)
-
-
-async def _pair(mesh: Mesh, **decode_changes: Any) -> None:
-    await mesh.add(PrefillService, "prefill-0", tp=2)
-    await mesh.add(DecodeService, "decode-0", **decode_changes)
-    await mesh.linked()
+from tests.integration.worker_world import (
+    EXPECTED,
+    HANDOFF,
+    HASH,
+    PROMPT,
+    REQUEST,
+    SAMPLING,
+    FaultyEngine,
+    Mesh,
+    in_mesh,
+    pair,
+)
 
 
 def test_a_handoff_from_reserve_to_release() -> None:
     """The whole life of one request over the bus: the tokens are those of one uninterrupted sequence, all memory is back."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh)
+        await pair(mesh)
         await mesh.send_prompt("prefill", "prefill-0")
         reserved = await mesh.reserve()
         assert isinstance(reserved, Reserved)
@@ -344,7 +107,7 @@ def test_max_tokens_one_ends_on_prefill() -> None:
     """The first token ends the request: prefill streams it, once, with the end; nothing is left after the releases."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh)
+        await pair(mesh)
         await mesh.send_prompt("prefill", "prefill-0")
         reserved = await mesh.reserve()
         one = SamplingParams(max_tokens=1, seed=9)
@@ -365,7 +128,7 @@ def test_a_release_before_its_request_is_a_tombstone() -> None:
     """A cancelled handoff whose commands arrive late is refused by every worker, and takes nothing."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh)
+        await pair(mesh)
         reserved = await mesh.reserve()
         await mesh.send_prompt("prefill", "prefill-0")
         await mesh.release("decode", "decode-0")
@@ -382,7 +145,7 @@ def test_a_cancel_stops_computing_and_keeps_memory_until_the_release() -> None:
     """The hint never frees granted memory; the release does."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh)
+        await pair(mesh)
         await mesh.reserve()
         await mesh.bus.publish(subjects.cancel("decode-0", REQUEST), encode(CancelWork(handoff_id=HANDOFF)))
         await mesh.bus.publish(subjects.cancel("decode-0", REQUEST), b"not json")
@@ -399,7 +162,7 @@ def test_memory_that_nobody_releases_comes_back_after_the_deadline() -> None:
     """With a broker that never speaks again, a reservation ends by its own deadline and grace."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh)
+        await pair(mesh)
         await mesh.reserve()
         await mesh.send_prompt("prefill", "prefill-0")
         await mesh.clock.sleep(60 + 5 + 3)
@@ -412,7 +175,7 @@ def test_commands_that_break_a_rule_are_refused_by_name() -> None:
     """Another incarnation, a lower fence, no room, too long, unknown, no link, no prompt, garbage: each says what is wrong."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh, num_blocks=8, num_slots=2)
+        await pair(mesh, num_blocks=8, num_slots=2)
 
         def code(answer: Any) -> ErrorCode:
             assert isinstance(answer, Refused)
@@ -480,7 +243,7 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_the_worker_goes_
     """One verdict for all ranks: the client gets a final frame with the error, memory is back, the next request works."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh)
+        await pair(mesh)
         await mesh.send_prompt("prefill", "prefill-0")
         reserved = await mesh.reserve()
         await mesh.run(reserved)
@@ -507,7 +270,7 @@ def test_a_prefill_that_fails_is_reported_and_keeps_its_memory_until_the_release
     """The broker hears of it at once; the granted memory is not touched by the worker's own decision."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh)
+        await pair(mesh)
         engine = mesh.services["prefill-0"].replicas[0].engine
         assert isinstance(engine, FaultyEngine)
         engine.failing_steps = 1
@@ -528,7 +291,7 @@ def test_memory_with_a_writer_at_work_is_quarantined_until_the_writer_stops() ->
     """A release that cannot tell never gives blocks to anybody; asking again ends the quarantine."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh)
+        await pair(mesh)
         await mesh.reserve()
         worker = mesh.services["decode-0"]
         engine = worker.replicas[0].engine
@@ -547,7 +310,7 @@ def test_draining_takes_nothing_new_and_waits_for_what_is_there() -> None:
     """A drain ends when the last handoff has ended; new ones are refused meanwhile."""
 
     async def scenario(mesh: Mesh) -> None:
-        await _pair(mesh)
+        await pair(mesh)
         await mesh.reserve()
         drain = mesh.group.create_task(mesh.hosts[1].drain())
         await mesh.clock.sleep(1.0)

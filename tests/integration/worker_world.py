@@ -1,0 +1,280 @@
+"""Workers with fake engines on the in-memory bus, in virtual time; the test plays broker and router."""
+
+import asyncio
+import base64
+import hashlib
+from array import array
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from common.bus.memory import MemoryBus, MemoryServer
+from common.bus.port import Subscription
+from common.bus.storage import WORKERS_CONFIG
+from common.engine.fake import FakeEngine, fake_token
+from common.engine.port import EngineError, StepResult
+from common.runtime.metrics import Metrics
+from common.runtime.virtual_time import VirtualClock, run_virtual
+from common.worker.engines import start_engines
+from common.worker.host import WorkerHost
+from common.worker.service import WorkerParts, WorkerService
+from common.worker.settings import EngineKind, WorkerSettings
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.handoff import (
+    CommitHandoff,
+    PartsReport,
+    PrefillFinished,
+    ReleaseHandoff,
+    RequestEnded,
+    Reserved,
+    ReserveDecode,
+    RunPrefill,
+    TakenOver,
+)
+from contracts.rank import StepPlan
+from contracts.requests import (
+    Accepted,
+    PromptFrame,
+    Refused,
+    SamplingParams,
+    TokenFrame,
+    WorkerRef,
+)
+from contracts.subjects import BrokerVerb, WorkerVerb
+from contracts.workers import WorkerRecord
+from services.decode.service import DecodeService
+from services.prefill.service import PrefillService
+
+HANDOFF, REQUEST = "r1-0", "r1"
+PROMPT = list(range(1, 41))
+DATA = array("I", PROMPT).tobytes()
+HASH = hashlib.sha256(DATA).hexdigest()
+SAMPLING = SamplingParams(max_tokens=12, seed=9, temperature=0.0)
+EXPECTED = [fake_token(9, position) for position in range(len(PROMPT), len(PROMPT) + 12)]
+
+
+def request_of(handoff: str) -> str:
+    """The request of a first attempt."""
+    return handoff.removesuffix("-0")
+
+
+class FaultyEngine(FakeEngine):
+    """A fake engine whose next steps or releases can be told to go wrong."""
+
+    failing_steps = 0
+    writers_left = 0
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """Fail, alike on all ranks, as often as told."""
+        if self.failing_steps:
+            self.failing_steps -= 1
+            raise EngineError("rank 1: out of memory")
+        return await super().step(plan)
+
+    async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
+        """Say that a writer is still at work, as often as told."""
+        if self.writers_left:
+            self.writers_left -= 1
+            return frozenset(seqs)
+        return await super().release(seqs, generation, timeout_ms)
+
+
+class Mesh:
+    """Workers, and what a broker and a router would hear of them."""
+
+    def __init__(self, group: asyncio.TaskGroup, clock: VirtualClock) -> None:
+        self.group = group
+        self.clock = clock
+        self.server = MemoryServer(clock)
+        self.bus: MemoryBus = self.server.connect()
+        self.services: dict[str, WorkerService] = {}
+        self.hosts: list[WorkerHost] = []
+        self.heard: asyncio.Queue[PrefillFinished | TakenOver | RequestEnded] = asyncio.Queue()
+        self.reports: list[PartsReport] = []
+        self.frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
+
+    async def open(self) -> None:
+        """Listen as the broker and as the router."""
+        broker = await self.bus.subscribe(subjects.broker_rpc_filter())
+        parts = await self.bus.subscribe(subjects.PARTS_FILTER)
+        tokens = await self.bus.subscribe(subjects.tokens_filter("router-0"))
+        self.group.create_task(self._answer(broker))
+        self.group.create_task(self._read(parts, lambda data: self.reports.append(decode(data, PartsReport))))
+        self.group.create_task(self._read(tokens, lambda data: self.frames.put_nowait(decode(data, TokenFrame))))
+
+    async def _answer(self, subscription: Subscription) -> None:
+        kinds: dict[str, Any] = {
+            BrokerVerb.PREFILL_FINISHED: PrefillFinished,
+            BrokerVerb.TAKEN_OVER: TakenOver,
+            BrokerVerb.ENDED: RequestEnded,
+        }
+        async for message in subscription:
+            report = decode(message.data, kinds[subjects.verb_of(message.subject)])
+            self.heard.put_nowait(report)
+            await message.respond(encode(Accepted(handoff_id=report.handoff_id)))
+
+    async def _read(self, subscription: Subscription, take: Callable[[bytes], None]) -> None:
+        async for message in subscription:
+            take(message.data)
+
+    async def add(self, kind: type[WorkerService], worker_id: str, tp: int = 1, **changes: Any) -> WorkerService:
+        """Start a worker."""
+        settings = WorkerSettings(worker_id=worker_id, model=Path("fake"), engine=EngineKind.FAKE, tp=tp, **changes)
+        incarnation = f"i-{worker_id}"
+        engines = [
+            FaultyEngine(
+                self.clock,
+                worker_id=worker_id,
+                incarnation=incarnation,
+                dp_rank=dp_rank,
+                dp=settings.dp,
+                tp=tp,
+                num_blocks=settings.num_blocks,
+                num_slots=settings.num_slots,
+                step_s=0.002,
+            )
+            for dp_rank in range(settings.dp)
+        ]
+        service = kind(
+            WorkerParts(
+                settings=settings,
+                incarnation=incarnation,
+                engines=await start_engines(engines),
+                bus=self.server.connect(),
+                clock=self.clock,
+                log=structlog.get_logger(),
+                metrics=Metrics(),
+                group=self.group,
+            )
+        )
+        host = WorkerHost(service, service.bus, self.group, service.log)
+        await host.open()
+        self.services[worker_id] = service
+        self.hosts.append(host)
+        return service
+
+    async def ask(
+        self, role: str, worker_id: str, verb: WorkerVerb, message: msgspec.Struct, kind: Any = Accepted | Refused
+    ) -> Any:
+        """Ask a worker and decode its answer."""
+        reply = await self.bus.request(subjects.worker_rpc(role, worker_id, verb), encode(message))
+        return decode(reply.data, kind)
+
+    async def linked(self) -> None:
+        """Wait until the prefill worker's record says that it is linked."""
+        while True:
+            bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
+            entry = await bucket.get("prefill-0")
+            if entry is not None and decode(entry.value, WorkerRecord).links:
+                return
+            await self.clock.sleep(0.1)
+
+    async def send_prompt(self, role: str, worker_id: str, handoff: str = HANDOFF) -> None:
+        """Send the prompt as the router does."""
+        frame = PromptFrame(
+            handoff_id=handoff,
+            index=0,
+            num_frames=1,
+            num_prompt_tokens=len(PROMPT),
+            prompt_hash=HASH,
+            timeout_ms=60_000,
+            ids_b64=base64.b64encode(DATA).decode(),
+        )
+        assert await self.ask(role, worker_id, WorkerVerb.PROMPT, frame) == Accepted(handoff_id=handoff)
+
+    async def reserve(self, sampling: SamplingParams = SAMPLING, handoff: str = HANDOFF) -> Any:
+        """Reserve as the broker does."""
+        message = ReserveDecode(
+            handoff_id=handoff,
+            request_id=request_of(handoff),
+            attempt=0,
+            router_id="router-0",
+            incarnation="i-decode-0",
+            source=WorkerRef(worker_id="prefill-0", incarnation="i-prefill-0"),
+            fence=1,
+            num_prompt_tokens=len(PROMPT),
+            sampling=sampling,
+            timeout_ms=60_000,
+        )
+        return await self.ask("decode", "decode-0", WorkerVerb.RESERVE, message, Reserved | Refused)
+
+    async def run(self, reserved: Reserved, **changes: Any) -> Any:
+        """Ask for the prefill as the broker does."""
+        values: dict[str, Any] = {
+            "handoff_id": reserved.handoff_id,
+            "request_id": request_of(reserved.handoff_id),
+            "attempt": 0,
+            "router_id": "router-0",
+            "incarnation": "i-prefill-0",
+            "fence": 1,
+            "num_prompt_tokens": len(PROMPT),
+            "prompt_hash": HASH,
+            "sampling": SAMPLING,
+            "timeout_ms": 60_000,
+            "grant": reserved.grant,
+            "num_cached_tokens": 0,
+        }
+        return await self.ask("prefill", "prefill-0", WorkerVerb.RUN, RunPrefill(**(values | changes)))
+
+    async def commit(self, first_token: int, handoff: str = HANDOFF) -> Any:
+        """Commit as the broker does."""
+        message = CommitHandoff(
+            handoff_id=handoff,
+            incarnation="i-decode-0",
+            fence=1,
+            first_token=first_token,
+            num_cached_tokens=0,
+            timeout_ms=60_000,
+        )
+        return await self.ask("decode", "decode-0", WorkerVerb.COMMIT, message)
+
+    async def release(self, role: str, worker_id: str, handoff: str = HANDOFF) -> Any:
+        """Release as the broker does."""
+        message = ReleaseHandoff(handoff_id=handoff, reason="test", tombstone_ms=60_000)
+        return await self.ask(role, worker_id, WorkerVerb.RELEASE, message)
+
+    async def text(self) -> tuple[list[int], TokenFrame]:
+        """All token ids up to the final frame, and that frame."""
+        ids: list[int] = []
+        while True:
+            frame = await self.frames.get()
+            assert frame.index == len(ids)
+            ids += frame.token_ids
+            if frame.final:
+                return ids, frame
+
+    def assert_empty(self) -> None:
+        """Every pool is at its baseline, and nothing is remembered but tombstones."""
+        for service in self.services.values():
+            service.replicas.check_integrity()
+            load, settings = service.replicas.load, service.settings
+            assert (load.num_free_blocks, load.num_free_slots) == (
+                settings.dp * settings.num_blocks,
+                settings.dp * settings.num_slots,
+            )
+            assert (len(service.table), len(service.prompts), len(service.tokens)) == (0, 0, 0)
+
+
+def in_mesh(scenario: Callable[[Mesh], Awaitable[None]]) -> None:
+    """Run a scenario in virtual time, then stop the mesh."""
+
+    async def main(clock: VirtualClock) -> None:
+        async with asyncio.timeout(300), asyncio.TaskGroup() as group:
+            mesh = Mesh(group, clock)
+            await mesh.open()
+            await scenario(mesh)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    run_virtual(main)
+
+
+async def pair(mesh: Mesh, prefill: dict[str, Any] | None = None, **decode_changes: Any) -> None:
+    """A prefill worker of two ranks a replica, and a decode worker, linked."""
+    await mesh.add(PrefillService, "prefill-0", tp=2, **(prefill or {}))
+    await mesh.add(DecodeService, "decode-0", **decode_changes)
+    await mesh.linked()
