@@ -27,10 +27,10 @@ class HandoffEvents:
 
     def publish(
         self, event: EventName, *, handoff_id: str, request_id: str, at_ns: int | None = None, **fields: Any
-    ) -> None:
+    ) -> HandoffEvent:
         """Say that `event` happened, now or at the host's monotonic `at_ns`. `fields` are those of `HandoffEvent`.
 
-        The event belongs to the current trace.
+        The event belongs to the current trace. Returns it as it was told.
         """
         trace = current_trace()
         now_ns = self._clock.monotonic_ns()
@@ -51,3 +51,4 @@ class HandoffEvents:
         self._count += 1
         subject = subjects.event(self._service, handoff_id, event)
         self._bus.publish_event(subject, encode(message), message_id=f"{self._instance}-{self._start}-{self._count}")
+        return message

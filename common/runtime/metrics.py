@@ -1,6 +1,7 @@
 """Metrics of one process, in the format that Prometheus scrapes.
 
-Names begin with `pdmesh_`, are in base units (`_seconds`, `_bytes`), and counters end with `_total`.
+Names begin with `pdmesh_`, are in base units (`_seconds`, `_bytes`), and counters end with `_total`. Labels take few values,
+and never that of one request. `docs/metrics.md` lists them all.
 """
 
 import re
@@ -14,10 +15,17 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
 )
 
 LATENCY_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+PHASE_BUCKETS: Final = (0.0001, 0.00025, 0.0005, *LATENCY_BUCKETS, 120.0, 300.0, 600.0)
+"""From a tenth of a millisecond to the longest request."""
+TOKEN_BUCKETS: Final = tuple(float(1 << power) for power in range(18))
+"""1 to 131,072 tokens."""
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each of the others, only to say since when
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _WRONG_UNITS: Final = ("_ms", "_us", "_milliseconds", "_microseconds", "_kb", "_mb", "_gb", "_percent")

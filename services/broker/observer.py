@@ -1,15 +1,18 @@
-"""What people see of handoffs: events, metrics, and one line in the log when a request ends."""
+"""What people see of handoffs: events, metrics, and one line in the log when a request is over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from common.bus.handoff_events import HandoffEvents
 from common.runtime.lifecycle import Log
-from common.runtime.metrics import Metrics
+from common.runtime.metrics import PHASE_BUCKETS, Metrics
 from contracts.events import EventName
 from contracts.handoff import HandoffState
+from contracts.phases import Phase, phases_of
 from services.broker.core.effects import Publish
 from services.broker.core.handoff import Handoff
 
@@ -18,62 +21,130 @@ _ENDS: Final = {
     EventName.REQUEST_CANCELLED: HandoffState.CANCELLED,
     EventName.REQUEST_FAILED: HandoffState.FAILED,
 }
-_STEPS: Final = {
-    EventName.DECODE_RESERVED: ("reserve", "rpc_ms"),
-    EventName.PREFILL_ACCEPTED: ("run", "rpc_ms"),
-    EventName.RANK_PUSHED: ("push", "duration_ms"),
-    EventName.PREFILL_FINISHED: ("prefill", "duration_ms"),
-    EventName.LEDGER_CLOSED: ("ledger", "duration_ms"),
-    EventName.HANDOFF_COMMITTED: ("commit", "rpc_ms"),
-    EventName.TAKEN_OVER: ("takeover", "total_ms"),
-}
+_RELEASING: Final = "releasing"
+_STAGES: Final = (*(str(state) for state in HandoffState if not state.terminal), _RELEASING)
+
+
+class _Story(msgspec.Struct, kw_only=True):
+    """What has been told of one handoff. `phases` are in ms, those of single source ranks under `push_rank_N`."""
+
+    phases: dict[str, float] = {}
+    num_bytes: int = 0
+    num_parts: int = 0
+    ended: bool = False
 
 
 class Observer:
-    """Turns a `Publish` into everything that people look at. Never waits, never fails."""
+    """Turns what happens to handoffs into everything that people look at. Never waits, never fails.
 
-    def __init__(self, events: HandoffEvents, metrics: Metrics, log: Log, *, in_flight: Callable[[], int]) -> None:
+    The caller has set the handoff's trace.
+    """
+
+    def __init__(
+        self, events: HandoffEvents, metrics: Metrics, log: Log, *, limit: int, num_tasks: Callable[[], int]
+    ) -> None:
         self._events = events
         self._log = log
-        gauge = metrics.gauge("broker_handoffs_in_flight", "Handoffs that have not ended and been released everywhere")
-        gauge.set_function(in_flight)
-        self._ended = metrics.counter("broker_handoffs_total", "Handoffs that ended, by how", ["state"])
-        for state in _ENDS.values():
-            self._ended.labels(state)
-        self._refused = metrics.counter("broker_submits_refused_total", "Submits that were refused", ["code"])
-        self._bytes = metrics.counter("broker_pushed_bytes_total", "Bytes that source ranks reported as written")
-        self._steps = metrics.histogram("broker_step_seconds", "How long a part of a handoff took", ["step"])
-        self._total = metrics.histogram("broker_handoff_seconds", "From the submit to the end", ["state"])
+        self._stories: dict[str, _Story] = {}
+        self._stages = metrics.gauge(
+            "broker_handoffs_in_flight", "Handoffs that have not ended and been released everywhere.", ["state"]
+        )
+        for stage in _STAGES:
+            self._stages.labels(stage)
+        metrics.gauge("broker_handoffs_in_flight_limit", "Handoffs that may be in flight.").set(limit)
+        metrics.gauge("broker_effects_running", "Calls, writes and waits under way.").set_function(num_tasks)
+        self._ended = metrics.counter(
+            "broker_handoffs_total",
+            "Handoffs that ended, by how; the reason is the finish reason or the code of the error.",
+            ["state", "reason"],
+        )
+        self._refused = metrics.counter("broker_submits_refused_total", "Submits that were refused.", ["code"])
+        self._bytes = metrics.counter("broker_pushed_bytes_total", "Bytes that source ranks reported as written.")
+        self._parts = metrics.counter("broker_parts_total", "Parts of caches that arrived in full.")
+        self._missing = metrics.counter(
+            "broker_missing_parts_total", "Parts that had not arrived when a handoff failed."
+        )
+        self._phases = metrics.histogram(
+            "handoff_phase_seconds",
+            "How long a phase of a handoff took; of a push, one source rank's.",
+            ["phase", "source_rank"],
+            buckets=PHASE_BUCKETS,
+        )
+        self._total = metrics.histogram(
+            "broker_handoff_seconds", "From the submit to the end.", ["state"], buckets=PHASE_BUCKETS
+        )
 
     def refused(self, code: str) -> None:
         """Count a submit that was not accepted."""
         self._refused.labels(code).inc()
 
+    def moved(self, before: Handoff | None, after: Handoff) -> None:
+        """Count a handoff in its new place; None before the first."""
+        left, entered = None if before is None else _stage(before), _stage(after)
+        if left == entered:
+            return
+        if left is not None:
+            self._stages.labels(left).dec()
+        if entered is not None:
+            self._stages.labels(entered).inc()
+
     def saw(self, handoff: Handoff, effect: Publish) -> None:
         """Publish and count one event."""
-        record, fields = handoff.record, effect.fields
-        self._events.publish(
-            effect.name, handoff_id=record.handoff_id, request_id=record.request_id, at_ns=effect.at_ns, **fields
+        record = handoff.record
+        event = self._events.publish(
+            effect.name, handoff_id=record.handoff_id, request_id=record.request_id, at_ns=effect.at_ns, **effect.fields
         )
-        if effect.name in _STEPS:
-            step, field = _STEPS[effect.name]
-            if field in fields:
-                self._steps.labels(step).observe(fields[field] / 1e3)
+        story = self._stories.get(record.handoff_id)
+        if story is None:
+            story = _Story()
+            if not handoff.forgotten or effect.name in _ENDS:  # what comes after the end is told, not remembered
+                self._stories[record.handoff_id] = story
+        for phase, milliseconds in phases_of(event):
+            rank = "" if event.source_rank is None else str(event.source_rank)
+            self._phases.labels(phase, rank).observe(milliseconds / 1e3)
+            story.phases[f"push_rank_{rank}" if phase is Phase.PUSH else str(phase)] = milliseconds
         if effect.name is EventName.RANK_PUSHED:
-            self._bytes.inc(fields["num_bytes"])
+            story.num_bytes += event.num_bytes or 0
+            story.num_parts += event.num_parts or 0
+            self._bytes.inc(event.num_bytes or 0)
+            self._parts.inc(event.num_parts or 0)
         state = _ENDS.get(effect.name)
         if state is not None:
-            self._ended.labels(state).inc()
-            self._total.labels(state).observe(fields["total_ms"] / 1e3)
-            self._log.info(
-                "handoff_ended",
-                handoff_id=record.handoff_id,
-                request_id=record.request_id,
-                attempt=record.attempt,
-                phase=str(state),
-                num_prompt_tokens=record.num_prompt_tokens,
-                num_tokens=record.num_tokens,
-                duration_ms=fields["total_ms"],
-                error_code=None if record.error is None else str(record.error.code),
-                error_message=None if record.error is None else record.error.message,
-            )
+            story.ended = True
+            self._missing.inc(event.num_missing_parts or 0)
+            reason = event.finish_reason or ("" if event.error is None else str(event.error.code))
+            self._ended.labels(state, reason).inc()
+            self._total.labels(state).observe((event.total_ms or 0.0) / 1e3)
+
+    def over(self, handoff: Handoff) -> None:
+        """Write the one line about a handoff of which nothing is left to happen."""
+        story = self._stories.pop(handoff.handoff_id, None)
+        if story is None or not story.ended:
+            return  # it made way for another request's record, and nothing happened
+        record = handoff.record
+        workers = {f"{role}_worker": worker.worker_id for role, worker in handoff.workers.items()}
+        self._log.info(
+            "handoff_finished",
+            handoff_id=record.handoff_id,
+            request_id=record.request_id,
+            attempt=record.attempt,
+            state=str(record.state),
+            **workers,
+            num_prompt_tokens=record.num_prompt_tokens,
+            num_cached_tokens=record.num_cached_tokens,
+            num_tokens=record.num_tokens,
+            finish_reason=None if record.finish_reason is None else str(record.finish_reason),
+            error_code=None if record.error is None else str(record.error.code),
+            error_message=None if record.error is None else record.error.message,
+            bytes=story.num_bytes,
+            num_parts=story.num_parts,
+            duration_ms=story.phases.get(Phase.TOTAL),
+            phases_ms=dict(story.phases),
+        )
+
+
+def _stage(handoff: Handoff) -> str | None:
+    """What a handoff in flight waits for; None for one that is over."""
+    if handoff.forgotten:
+        return None
+    return _RELEASING if handoff.terminal else str(handoff.state)

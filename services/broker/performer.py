@@ -14,7 +14,15 @@ from common.runtime.lifecycle import Log
 from contracts import subjects
 from contracts.codec import encode
 from contracts.errors import ErrorInfo, PdmeshError
-from contracts.handoff import CommitHandoff, PartsAnswer, Reserved, ReserveDecode, RunMixed, RunPrefill
+from contracts.handoff import (
+    CommitHandoff,
+    PartsAnswer,
+    Released,
+    Reserved,
+    ReserveDecode,
+    RunMixed,
+    RunPrefill,
+)
 from contracts.requests import Accepted, Refused, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
@@ -141,17 +149,17 @@ class Performer:
     async def _release(self, target: Target, effect: AskRelease) -> None:
         worker = effect.worker
         subject = subjects.worker_rpc(effect.role, worker.worker_id, WorkerVerb.RELEASE)
-        acknowledged = False
+        began_ns = self._now_ns
+        answer: Accepted | Released | None = None
         try:
-            await self._calls.ask(
+            answer = await self._calls.ask(
                 subject,
                 lambda: effect.message,
-                Accepted,
+                Accepted | Released,
                 Deadline.after(self._clock, self._release_timeout_s),
                 wanted=lambda: not self._is_gone(worker),
                 patient=True,
             )
-            acknowledged = True
         except CallAbandonedError:
             self._log.info("release_moot", handoff_id=effect.message.handoff_id, worker_id=worker.worker_id)
         except PdmeshError as error:
@@ -163,7 +171,16 @@ class Performer:
                 error_code=str(error.code),
                 error_message=error.message,
             )
-        target.tell(ReleaseSettled(at_ns=self._now_ns, role=effect.role, acknowledged=acknowledged))
+        now_ns = self._now_ns
+        target.tell(
+            ReleaseSettled(
+                at_ns=now_ns,
+                role=effect.role,
+                acknowledged=answer is not None,
+                rpc_ms=(now_ns - began_ns) / 1e6,
+                response_rpc_ms=answer.response_rpc_ms if isinstance(answer, Released) else None,
+            )
+        )
 
     async def _query(self, target: Target, effect: AskParts) -> None:
         subject = subjects.worker_rpc(WorkerRole.PREFILL, effect.worker.worker_id, WorkerVerb.PARTS)

@@ -15,10 +15,12 @@ from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
+from common.runtime.trace import current_trace, next_hop, within
 from contracts import ids
 from contracts.errors import CodecError, ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
 from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.requests import Accepted, CancelRequest, DisaggregatedRoute, MixedRoute, SubmitRequest, WorkerRef
+from contracts.trace import TRACEPARENT, TraceContext, read_trace
 from services.broker.calls import Calls
 from services.broker.core.effects import AnswerSubmit, Effect, Forget, Publish
 from services.broker.core.events import (
@@ -48,11 +50,12 @@ _NO_PLAN: Final = PairPlan(planned=(), block_size=1)
 
 
 class Live:
-    """One handoff in memory: its state, who waits for its submit, and its deadline here."""
+    """One handoff in memory: its state, who waits for its submit, its deadline here, and the trace that it belongs to."""
 
-    def __init__(self, broker: Broker, handoff: Handoff, deadline: Deadline) -> None:
+    def __init__(self, broker: Broker, handoff: Handoff, deadline: Deadline, trace: TraceContext | None) -> None:
         self.handoff = handoff
         self.deadline = deadline
+        self.trace = trace
         self.admission: asyncio.Future[ErrorInfo | None] = asyncio.get_running_loop().create_future()
         self._broker = broker
 
@@ -112,7 +115,9 @@ class Broker:
             is_gone=self._leases.is_gone,
         )
         events = HandoffEvents(bus, clock, service="broker", instance=settings.broker_id)
-        self._observer = Observer(events, metrics, log, in_flight=lambda: self.num_in_flight)
+        self._observer = Observer(
+            events, metrics, log, limit=settings.max_in_flight, num_tasks=lambda: self._tasks.running
+        )
 
     @property
     def broker_id(self) -> str:
@@ -187,21 +192,30 @@ class Broker:
 
     def _begin(self, submit: SubmitRequest, plan: PairPlan, deadline: Deadline) -> None:
         now_ns = self._clock.monotonic_ns()
+        trace = current_trace()
         event = Submitted(
             at_ns=now_ns,
             submit=submit,
             deadline_ns=now_ns + round(deadline.remaining * 1e9),
             deadline_at=_wall(self._clock.wall_time() + deadline.remaining),
+            traceparent="" if trace is None else trace.traceparent,
             planned=plan.planned,
             block_size=plan.block_size,
         )
         handoff, effects = begin(event, self._policy)
-        self._keep(handoff, effects, deadline)
+        self._keep(handoff, effects, deadline, trace)
 
     async def cancel(self, message: CancelRequest) -> Accepted:
         """Nobody waits any more. Raises `RefusedError` for an unknown handoff."""
         live = self._known(message.handoff_id)
-        live.tell(CancelRequested(at_ns=self._clock.monotonic_ns(), reason=message.reason))
+        live.tell(
+            CancelRequested(
+                at_ns=self._clock.monotonic_ns(),
+                reason=message.reason,
+                num_tokens=message.num_tokens,
+                finish_reason=message.finish_reason,
+            )
+        )
         return Accepted(handoff_id=message.handoff_id)
 
     # What workers tell.
@@ -258,8 +272,10 @@ class Broker:
             deadline_ns = now_ns + round(deadline.remaining * 1e9)
             event = Adopted(at_ns=now_ns, record=record, revision=revision, deadline_ns=deadline_ns)
             handoff, effects = adopt(event, self._policy)
-            self._keep(handoff, effects, deadline)
-            self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
+            trace = next_hop(read_trace({TRACEPARENT: record.traceparent}))
+            with within(trace):
+                self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
+            self._keep(handoff, effects, deadline, trace)
         return len(unfinished)
 
     def _unreadable(self, key: str, error: CodecError) -> None:
@@ -297,11 +313,16 @@ class Broker:
 
     def feed(self, live: Live, event: Event) -> None:
         """One step of one handoff."""
-        live.handoff, effects = step(live.handoff, event)
+        before = live.handoff
+        live.handoff, effects = step(before, event)
+        self._observer.moved(before, live.handoff)
         self._perform(live, effects)
 
-    def _keep(self, handoff: Handoff, effects: tuple[Effect, ...], deadline: Deadline) -> None:
-        live = Live(self, handoff, deadline)
+    def _keep(
+        self, handoff: Handoff, effects: tuple[Effect, ...], deadline: Deadline, trace: TraceContext | None
+    ) -> None:
+        live = Live(self, handoff, deadline, trace)
+        self._observer.moved(None, handoff)
         if handoff.submit_answered:
             live.admission.set_result(None)
         self._live[handoff.handoff_id] = live
@@ -309,6 +330,11 @@ class Broker:
         self._perform(live, effects)
 
     def _perform(self, live: Live, effects: tuple[Effect, ...]) -> None:
+        """Do what a step wants, in the handoff's own trace, whosever message made the step."""
+        with within(live.trace):
+            self._perform_each(live, effects)
+
+    def _perform_each(self, live: Live, effects: tuple[Effect, ...]) -> None:
         for effect in effects:
             match effect:
                 case AnswerSubmit(error=error):
@@ -317,6 +343,7 @@ class Broker:
                 case Publish():
                     self._observer.saw(live.handoff, effect)
                 case Forget():
+                    self._observer.over(live.handoff)
                     self._ended.append((self._clock.monotonic(), live.handoff.handoff_id))
                     if not self.num_in_flight:
                         self._idle.set()

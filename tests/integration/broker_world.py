@@ -32,6 +32,7 @@ from contracts.handoff import (
     PartsReport,
     PrefillFinished,
     QueryParts,
+    Released,
     ReleaseHandoff,
     RequestEnded,
     Reserved,
@@ -99,6 +100,9 @@ class ScriptedWorker:
         self.scripts: dict[str, Script] = {
             WorkerVerb.RESERVE: lambda message: Reserved(
                 handoff_id=message.handoff_id, grant=GRANT, num_cached_tokens=0, prepare_ms=1.5
+            ),
+            WorkerVerb.RELEASE: lambda message: Released(
+                handoff_id=message.handoff_id, response_rpc_ms=0.75 if role is WorkerRole.PREFILL else None
             ),
             WorkerVerb.DESCRIBE: self._describe,
             WorkerVerb.PARTS: lambda message: PartsAnswer(handoff_id=message.handoff_id, reports=()),
@@ -286,9 +290,9 @@ class World:
         """Submit, and return the answer."""
         return await self.ask(BrokerVerb.SUBMIT, self.submit_request(mixed=mixed, **changes))
 
-    async def cancel(self) -> Accepted | Refused:
+    async def cancel(self, reason: str = "the client left", **changes: Any) -> Accepted | Refused:
         """Cancel, and return the answer."""
-        return await self.ask(BrokerVerb.CANCEL, CancelRequest(handoff_id=HANDOFF, reason="the client left"))
+        return await self.ask(BrokerVerb.CANCEL, CancelRequest(handoff_id=HANDOFF, reason=reason, **changes))
 
     async def ask(self, verb: BrokerVerb, message: msgspec.Struct) -> Accepted | Refused:
         """Ask the broker."""
@@ -331,7 +335,7 @@ class World:
 
     async def finish_prefill(self, **changes: Any) -> Accepted | Refused:
         """Say that the prompt is computed."""
-        values: dict[str, Any] = {"first_token": 5, "compute_ms": 8.0} | changes
+        values: dict[str, Any] = {"first_token": 5, "queue_ms": 2.0, "compute_ms": 8.0} | changes
         message = PrefillFinished(handoff_id=HANDOFF, **({"incarnation": PREFILL.incarnation} | values))
         return await self.ask(BrokerVerb.PREFILL_FINISHED, message)
 
@@ -344,6 +348,8 @@ class World:
             enqueue_ms=0.25,
             total_ms=0.75,
             first_step_ns=1,
+            first_token_prepare_ms=0.125,
+            first_token_rpc_ms=0.0625,
         )
         return await self.ask(BrokerVerb.TAKEN_OVER, message)
 

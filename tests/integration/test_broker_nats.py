@@ -125,7 +125,7 @@ async def test_the_broker_as_a_process(server: NatsServer) -> None:
                 await whole_handoff(world)
                 # The record is written after the worker's report is answered.
                 text = ""
-                while 'pdmesh_broker_handoffs_total{state="finished"} 1.0' not in text:
+                while 'pdmesh_broker_handoffs_total{reason="length",state="finished"} 1.0' not in text:
                     async with http.get("/metrics") as response:
                         text = await response.text()
             process.send_signal(signal.SIGTERM)

@@ -123,10 +123,11 @@ def test_events_tell_the_whole_story() -> None:
         assert events[EventName.TAKEN_OVER].total_ms == 0.75
         assert events[EventName.REQUEST_FINISHED].finish_reason == "length"
         text = world.metrics.exposition().decode()
-        assert 'pdmesh_broker_handoffs_total{state="finished"} 1.0' in text
+        assert 'pdmesh_broker_handoffs_total{reason="length",state="finished"} 1.0' in text
         assert "pdmesh_broker_pushed_bytes_total 2000.0" in text
-        assert "pdmesh_broker_handoffs_in_flight 0.0" in text
-        assert 'pdmesh_broker_step_seconds_count{step="commit"} 1.0' in text
+        assert 'pdmesh_broker_handoffs_in_flight{state="decoding"} 0.0' in text
+        assert 'pdmesh_broker_handoffs_in_flight{state="releasing"} 0.0' in text
+        assert 'pdmesh_handoff_phase_seconds_count{phase="commit_rpc",source_rank=""} 1.0' in text
 
     in_world(scenario)
 

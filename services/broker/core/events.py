@@ -13,7 +13,7 @@ import msgspec
 from contracts.errors import ErrorInfo
 from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, Reserved, TakenOver
 from contracts.manifest import PlannedPart
-from contracts.requests import SubmitRequest, WorkerRef
+from contracts.requests import FinishReason, SubmitRequest, WorkerRef
 from contracts.workers import WorkerRole
 
 
@@ -32,6 +32,7 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     submit: SubmitRequest
     deadline_ns: int
     deadline_at: str
+    traceparent: str = ""
     planned: tuple[PlannedPart, ...] = ()
     block_size: int = 1
 
@@ -135,10 +136,12 @@ class WorkerEnded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CancelRequested(msgspec.Struct, frozen=True, kw_only=True):
-    """Nobody waits for the request any more."""
+    """Nobody waits for the request any more; with a `finish_reason` because the router has all of it."""
 
     at_ns: int
     reason: str
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None
 
 
 class DeadlinePassed(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,11 +158,16 @@ class WorkerGone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker acknowledged its release; or it is not there to do so, and the shell gave up."""
+    """A worker acknowledged its release after `rpc_ms`; or it is not there to do so, and the shell gave up.
+
+    `response_rpc_ms` is what a prefill worker says of its own report.
+    """
 
     at_ns: int
     role: WorkerRole
     acknowledged: bool
+    rpc_ms: float | None = None
+    response_rpc_ms: float | None = None
 
 
 Event: TypeAlias = (

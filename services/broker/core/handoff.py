@@ -103,6 +103,13 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
         return self.ledger is not None and self.ledger.closed
 
     @property
+    def num_missing_parts(self) -> int:
+        """Parts that prefill was asked for and that have not arrived in full; 0 once decode has been given the request."""
+        if self.ledger is None or self.record.state is not HandoffState.PREFILLING:
+            return 0
+        return len(self.ledger.planned) - len(self.ledger.closed_parts)
+
+    @property
     def commit_ready(self) -> bool:
         """Whether decode may be given the request: the prompt is computed, and all of its cache has arrived."""
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
@@ -16,6 +17,8 @@ PartName = tuple[Namespace, Role, int, int]
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of tokens, or of the one unit that a state is."""
+
+MAX_SHOWN_GAPS: Final = 4
 
 Debt = tuple[tuple[PartName, Ranges], ...]
 """What one source rank owes: ascending ranges that do not touch, for each of its parts."""
@@ -136,6 +139,23 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     def report_of(self, source_rank: int) -> PartsReport | None:
         """The latest report of one source rank."""
         return next((report for report in self.reports if report.source_rank == source_rank), None)
+
+    def missing(self, limit: int) -> tuple[str, ...]:
+        """The first `limit` parts that are not there in full, in words, with the ranges that they lack."""
+        found: list[str] = []
+        for source, debt in self.debts:
+            report = self.report_of(source)
+            listed = {} if report is None else _listed(report.parts)
+            for name, owed in debt:
+                if len(found) >= limit:
+                    return tuple(found)
+                if (source, name) not in self.closed_parts:
+                    done = RangeSet.of(listed.get(name, ()))
+                    gaps = [gap for start, end in owed for gap in done.missing(start, end)]
+                    shown = ", ".join(f"[{start}, {end})" for start, end in gaps[:MAX_SHOWN_GAPS])
+                    more = " and more" if len(gaps) > MAX_SHOWN_GAPS else ""
+                    found.append(f"{_shown(name)} from source rank {source}: {shown}{more}")
+        return tuple(found)
 
     def num_parts(self, source_rank: int) -> int:
         """How many parts the plan asks of one source rank."""

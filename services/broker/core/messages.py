@@ -23,7 +23,7 @@ from services.broker.core.effects import Publish
 from services.broker.core.handoff import Handoff, Verdict
 
 
-def first_record(submit: SubmitRequest, *, fence: int, deadline_at: str) -> HandoffRecord:
+def first_record(submit: SubmitRequest, *, fence: int, deadline_at: str, traceparent: str = "") -> HandoffRecord:
     """The record with which a handoff begins."""
     return HandoffRecord(
         handoff_id=submit.handoff_id,
@@ -37,6 +37,7 @@ def first_record(submit: SubmitRequest, *, fence: int, deadline_at: str) -> Hand
         prompt_hash=submit.prompt_hash,
         sampling=submit.sampling,
         deadline_at=deadline_at,
+        traceparent=traceparent,
     )
 
 

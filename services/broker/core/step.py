@@ -53,7 +53,9 @@ from services.broker.core.writes import pump
 
 def begin(event: Submitted, policy: Policy) -> Outcome:
     """A handoff that nobody knows yet: write its record before anybody is asked for anything."""
-    record = messages.first_record(event.submit, fence=policy.fence, deadline_at=event.deadline_at)
+    record = messages.first_record(
+        event.submit, fence=policy.fence, deadline_at=event.deadline_at, traceparent=event.traceparent
+    )
     handoff = Handoff(
         policy=policy,
         record=record,
@@ -129,13 +131,13 @@ def step(handoff: Handoff, event: Event) -> Outcome:
         case WorkerEnded():
             progress.worker_ended(turn, event.message)
         case CancelRequested():
-            progress.cancel(turn, event.reason)
+            progress.cancel(turn, event)
         case DeadlinePassed():
             progress.expire(turn)
         case WorkerGone():
             progress.worker_gone(turn, event.worker)
         case ReleaseSettled():
-            progress.settle(turn, event.role, acknowledged=event.acknowledged)
+            progress.settle(turn, event)
         case _:
             assert_never(event)
     pump(turn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -25,6 +25,8 @@ from services.broker.core.effects import (
     Effect,
 )
 from services.broker.core.handoff import Handoff, Verdict
+
+MAX_NAMED_PARTS: Final = 8
 
 Outcome = tuple[Handoff, tuple[Effect, ...]]
 
@@ -125,6 +127,7 @@ class Turn:
 
     def conclude(self, record: HandoffRecord) -> None:
         """Enter a terminal state: memory back everywhere, one last word to whoever waits."""
+        owed = self._owed() if record.state is HandoffState.FAILED else {}
         self.set(record=record)
         handoff = self.handoff
         failed = record.state is not HandoffState.FINISHED
@@ -146,7 +149,15 @@ class Turn:
             num_tokens=record.num_tokens,
             finish_reason=None if record.finish_reason is None else str(record.finish_reason),
             error=record.error,
+            **owed,
         )
+
+    def _owed(self) -> dict[str, Any]:
+        """Which parts of the cache had not arrived."""
+        count, ledger = self.handoff.num_missing_parts, self.handoff.ledger
+        if not count or ledger is None:
+            return {}
+        return {"missing_parts": ledger.missing(MAX_NAMED_PARTS), "num_missing_parts": count}
 
     def release(self, role: WorkerRole, reason: str) -> None:
         """Take a worker's memory back, once."""
