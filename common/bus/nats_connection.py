@@ -102,8 +102,12 @@ class Connection:
         """Return once the server has taken all that was sent before. Raises BusUnavailable, BusTimeout."""
         self.check_up()
         try:
-            await self.client.flush(_FLUSH_TIMEOUT_S)
-        except nats.errors.TimeoutError as error:
+            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+                # The library writes its ping past what still waits to be written: without this, the server's answer
+                # says nothing about a subscription that was made just before.
+                await self.client._flush_pending(force_flush=True)  # noqa: SLF001 - it has no call for this
+                await self.client.flush(_FLUSH_TIMEOUT_S)
+        except TimeoutError as error:
             raise BusTimeout(f"the server did not answer within {_FLUSH_TIMEOUT_S} s") from error
         except CONNECTION_ERRORS as error:
             raise BusUnavailable(f"not flushed: {error}", maybe_done=True) from error

@@ -43,7 +43,7 @@ class BusObserver(Protocol):
     def publishes_lost(self, count: int) -> None:
         """Note messages that were refused because there is no connection, or that a lost one took with it.
 
-        What the kernel had taken when the connection broke may be lost too, and is not known here: a reconnect tells.
+        What had been handed to the socket when the connection broke may be lost too, and is not known: a reconnect tells.
         """
         ...
 

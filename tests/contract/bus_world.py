@@ -10,6 +10,7 @@ from unittest.mock import Mock
 from common.bus.errors import BusUnavailable
 from common.bus.memory import MemoryServer
 from common.bus.nats import NatsBus
+from common.bus.observer import BusObserver
 from common.bus.port import Bus, Snapshot, Watch
 from common.bus.server import NatsServer
 from common.runtime.clock import SystemClock
@@ -23,7 +24,7 @@ T = TypeVar("T")
 class World(Protocol):
     """A server that buses connect to, and that can be stopped and started."""
 
-    def open(self) -> AbstractAsyncContextManager[Bus]:
+    def open(self, observer: BusObserver | None = None) -> AbstractAsyncContextManager[Bus]:
         """Open a connection for the length of a block."""
         ...
 
@@ -51,9 +52,9 @@ class MemoryWorld:
         self.server = MemoryServer(SystemClock())
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Bus]:
+    async def open(self, observer: BusObserver | None = None) -> AsyncIterator[Bus]:
         """See World."""
-        bus = self.server.connect()
+        bus = self.server.connect(observer)
         try:
             yield bus
         finally:
@@ -84,10 +85,12 @@ class NatsWorld:
         self.server = server
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Bus]:
+    async def open(self, observer: BusObserver | None = None) -> AsyncIterator[Bus]:
         """See World."""
         async with asyncio.TaskGroup() as tasks:
-            bus = await NatsBus.connect(self.server.url, name="test", tasks=tasks, clock=SystemClock(), log=Mock())
+            bus = await NatsBus.connect(
+                self.server.url, name="test", tasks=tasks, clock=SystemClock(), log=Mock(), observer=observer
+            )
             try:
                 yield bus
             finally:
