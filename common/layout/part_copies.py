@@ -9,9 +9,8 @@ from common.layout.bind import Geometry, TokenChunk
 from common.layout.context_parallel import owned_ranges
 from common.layout.joining import pattern_of
 from common.layout.run_batch import Placed, RunPattern
-from common.layout.slot_rows import slot_rows
+from common.layout.slot_rows import slot_bases, slot_rows
 from common.layout.templates import CopyTemplate, PagedTemplate, SlotTemplate
-from contracts.errors import InvalidValueError
 from contracts.manifest import PlannedPart
 
 
@@ -26,10 +25,11 @@ class PartCopies:
         self.token_bytes: Final = sum(each.piece.length * each.token_bytes for each in paged)
         self._places: Final = [(Geometry.of(each), each.src_offset, each.dst_offset) for each in paged]
         self.state_bytes: Final = sum(each.nbytes for each in slots)
-        by_stride: dict[tuple[int, int, int, int], list[SlotTemplate]] = {}
+        by_stride: dict[tuple[int, ...], list[SlotTemplate]] = {}
         for each in slots:
-            key = each.src_slot_stride, each.dst_slot_stride, each.src_num_slots, each.dst_num_slots
-            by_stride.setdefault(key, []).append(each)
+            strides = each.src_slot_stride, each.dst_slot_stride, each.src_row_stride, each.dst_row_stride
+            counts = each.src_num_slots, each.dst_num_slots, each.num_rows, each.moved_rows
+            by_stride.setdefault((*strides, *counts), []).append(each)
         self._states: Final[list[tuple[RunPattern, SlotTemplate]]] = [
             (pattern_of([slot_rows(each) for each in group]), group[0]) for group in by_stride.values()
         ]
@@ -38,15 +38,12 @@ class PartCopies:
         """The copies of KEY or VALUE of a chunk. Raises `InvalidValueError` as `TokenChunk.pattern` does."""
         return [Placed(chunk.pattern(geometry), src, dst) for geometry, src, dst in self._places]
 
-    def place_state(self, src_slot: int, dst_slot: int) -> list[Placed]:
-        """The copies of CONV or SSM between two slots, from row 0 on. Raises `InvalidValueError` for a slot that does not exist."""
-        placed = []
-        for pattern, each in self._states:
-            if not (0 <= src_slot < each.src_num_slots and 0 <= dst_slot < each.dst_num_slots):
-                rule = f"0 to {each.src_num_slots - 1} at the source, 0 to {each.dst_num_slots - 1} at the destination"
-                raise InvalidValueError(field="slots", value=(src_slot, dst_slot), rule=rule)
-            placed.append(Placed(pattern, src_slot * each.src_slot_stride, dst_slot * each.dst_slot_stride))
-        return placed
+    def place_state(self, src_slot: int, dst_slot: int, *, src_row: int = 0, dst_row: int = 0) -> list[Placed]:
+        """The copies of CONV or SSM between two slots, from row to row. Raises `InvalidValueError` as `slot_bases` does."""
+        return [
+            Placed(pattern, *slot_bases(each, src_slot, dst_slot, src_row=src_row, dst_row=dst_row))
+            for pattern, each in self._states
+        ]
 
     def token_ranges(self, chunk: TokenChunk) -> tuple[tuple[int, int], ...]:
         """The chunk's tokens that go to this destination rank, as ranges."""

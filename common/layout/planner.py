@@ -1,6 +1,6 @@
 """From the manifests of two workers to the copies that bring a request's caches from one to the other.
 
-Every destination interval is cut at the borders of the source's intervals. A piece that several source ranks hold is
+Every destination interval is cut at the borders of the source's intervals. A KV head that several source ranks hold is
 written by one of them, the one that owes the fewest replicated heads so far: so the work spreads over the replicas, across
 layers, heads and destination ranks, and the choice is the same wherever it is made. KEY and VALUE of a head share a writer.
 """
@@ -71,9 +71,10 @@ def plan(source: Sequence[RankManifest], destination: Sequence[RankManifest]) ->
     check_groups(destination, wanted)
     writers = _Writers()
     templates: list[CopyTemplate] = []
-    for key, cuts in wanted.items():
-        for cut, receivers in cuts.items():
-            pieces = _pieces(cut, held[key])
+    # What fewer ranks hold comes first: what more of them hold can then even out the difference.
+    for key in sorted(wanted, key=lambda key: (max(map(len, held[key].values())), key)):
+        for cut, receivers in wanted[key].items():
+            pieces = _pieces(cut, held[key], by_unit=key.role in {Role.KEY, Role.VALUE})
             for dst_rank, dst_span in receivers:
                 for piece, holders in pieces:
                     src_rank, src_span = writers.choose(key, piece, holders, dst_rank)
@@ -101,18 +102,24 @@ class _Writers:
         rank = self._chosen.get(choice)
         if rank is None or rank not in spans:
             rank = self._chosen[choice] = min(spans, key=lambda held: (self._owed[held], held))
-        self._owed[rank] += piece[1] - piece[0]
+            # Counted once, for KEY and VALUE together: between the two, ranks could not be compared.
+            self._owed[rank] += piece[1] - piece[0]
         return rank, spans[rank]
 
 
-def _pieces(cut: Interval, held: Tiling) -> list[tuple[Interval, Holders]]:
-    """The parts of `cut` that lie in different source intervals, with the ranks that hold each."""
+def _pieces(cut: Interval, held: Tiling, *, by_unit: bool) -> list[tuple[Interval, Holders]]:
+    """The parts of `cut` that lie in different source intervals, with the ranks that hold each.
+
+    With `by_unit`, what several ranks hold is cut into single units, so that each of them can write some.
+    """
     start, end = cut
-    return [
-        ((max(start, low), min(end, high)), holders)
-        for (low, high), holders in held.items()
-        if low < end and start < high
-    ]
+    pieces: list[tuple[Interval, Holders]] = []
+    for (low, high), holders in held.items():
+        if low < end and start < high:
+            first, last = max(start, low), min(end, high)
+            step = 1 if by_unit and len(holders) > 1 else last - first
+            pieces += [((unit, unit + step), holders) for unit in range(first, last, step)]
+    return pieces
 
 
 def _template(

@@ -23,7 +23,10 @@ MAX_OFFSET: Final = 2**63 - 1
 
 
 def check_side(side: str, manifests: Sequence[RankManifest]) -> tuple[RankManifest, ...]:
-    """All ranks of one worker in the order of their tensor-parallel rank; raises `PlanRefusedError` when they are not that."""
+    """All ranks of one replica of a worker in the order of their tensor-parallel rank.
+
+    Raises `PlanRefusedError` when they are not that, or break a rule that concerns one side alone.
+    """
     if not manifests:
         raise PlanRefusedError(PlanRule.RANKS, where=side, expected="at least one rank", actual="none")
     for manifest in manifests:
@@ -34,10 +37,14 @@ def check_side(side: str, manifests: Sequence[RankManifest]) -> tuple[RankManife
     first = manifests[0]
     for manifest in manifests:
         _check_same_worker(side, first, manifest)
+    at = first.coordinates
+    if not 0 <= at.dp_rank < at.dp_size:
+        raise PlanRefusedError(
+            PlanRule.RANKS, where=side, expected=f"a replica below {at.dp_size}", actual=f"replica {at.dp_rank}"
+        )
     ranks = sorted(manifest.coordinates.tp_rank for manifest in manifests)
-    expected = list(range(first.coordinates.tp_size))
-    if ranks != expected:
-        raise PlanRefusedError(PlanRule.RANKS, where=side, expected=expected, actual=ranks)
+    if at.tp_size != len(ranks) or ranks != list(range(len(ranks))):
+        raise PlanRefusedError(PlanRule.RANKS, where=side, expected=f"ranks 0 to {at.tp_size - 1}", actual=ranks)
     ordered = tuple(sorted(manifests, key=lambda manifest: manifest.coordinates.tp_rank))
     for manifest in ordered:
         _check_rank(side, manifest)

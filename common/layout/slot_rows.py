@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from common.layout.run import Run
 from common.layout.templates import SlotTemplate
 from contracts.errors import InvalidValueError
@@ -10,24 +12,12 @@ from contracts.errors import InvalidValueError
 def bind_slot(
     template: SlotTemplate, src_slot: int, dst_slot: int, *, src_row: int = 0, dst_row: int = 0
 ) -> tuple[Run, ...]:
-    """The run that moves one sequence's state between two slots, from `src_row` on to `dst_row` on.
-
-    With speculation the state of a sequence begins at the row of the last accepted token (SSM: that row, CONV: three rows from
-    there); without, at 0. Raises `InvalidValueError` for a slot or a row that does not exist.
-    """
-    _check_slot("src_slot", src_slot, template.src_num_slots)
-    _check_slot("dst_slot", dst_slot, template.dst_num_slots)
-    _check_rows("src_row", src_row, template)
-    _check_rows("dst_row", dst_row, template)
+    """The run that moves one sequence's state between two slots, from `src_row` on to `dst_row` on. Raises as `slot_bases` does."""
+    src_base, dst_base = slot_bases(template, src_slot, dst_slot, src_row=src_row, dst_row=dst_row)
     run = slot_rows(template)
     return (
-        Run(
-            local_offset=run.local_offset + src_slot * template.src_slot_stride + src_row * template.src_row_stride,
-            remote_offset=run.remote_offset + dst_slot * template.dst_slot_stride + dst_row * template.dst_row_stride,
-            length=run.length,
-            count=run.count,
-            local_stride=run.local_stride,
-            remote_stride=run.remote_stride,
+        msgspec.structs.replace(
+            run, local_offset=run.local_offset + src_base, remote_offset=run.remote_offset + dst_base
         ),
     )
 
@@ -45,6 +35,24 @@ def slot_rows(template: SlotTemplate) -> Run:
         count=count,
         local_stride=src_stride,
         remote_stride=dst_stride,
+    )
+
+
+def slot_bases(
+    template: SlotTemplate, src_slot: int, dst_slot: int, *, src_row: int = 0, dst_row: int = 0
+) -> tuple[int, int]:
+    """How far behind row 0 of slot 0 the rows of a sequence begin, at the source and at the destination.
+
+    With speculation the state of a sequence begins at the row of the last accepted token (SSM: that row, CONV: three rows from
+    there); without, at 0. Raises `InvalidValueError` for a slot or a row that does not exist.
+    """
+    _check_slot("src_slot", src_slot, template.src_num_slots)
+    _check_slot("dst_slot", dst_slot, template.dst_num_slots)
+    _check_rows("src_row", src_row, template)
+    _check_rows("dst_row", dst_row, template)
+    return (
+        src_slot * template.src_slot_stride + src_row * template.src_row_stride,
+        dst_slot * template.dst_slot_stride + dst_row * template.dst_row_stride,
     )
 
 

@@ -1,4 +1,4 @@
-"""Workers made of plain bytes, to execute a plan and compare every byte with slices of the unsharded tensors.
+"""Workers made of plain bytes, filled with slices of unsharded tensors.
 
 The slices are computed here a second time and in another way than in the product: by listing, for every head, the ranks
 that hold it.
@@ -6,20 +6,16 @@ that hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from common.layout.bind import bind_tokens
-from common.layout.planner import ReshardPlan, plan
 from common.layout.region import Cache, CacheKey, RegionMap, lay_out
-from common.layout.run import Run
 from common.layout.shape import CacheShape, LayerType
-from common.layout.slot_rows import bind_slot
-from common.layout.templates import CopyTemplate, PagedTemplate
 from contracts.manifest import CacheDtypes, Coordinates, Dtype, Namespace, RankManifest, Role
 
 Bytes = npt.NDArray[np.uint8]
@@ -61,7 +57,7 @@ def make_shape(
 
 @dataclass(frozen=True)
 class Request:
-    """Which tokens travel, in which chunks, and where the state lies on this side."""
+    """Which tokens travel, in which chunks, and where a sequence lies on this side."""
 
     block_ids: Sequence[int]
     slot: int
@@ -75,28 +71,57 @@ class Request:
         """The first token that travels: the draft cache has none at 0."""
         return max(self.cached, 1) if namespace is Namespace.DRAFT else self.cached
 
+    def cuts(self, namespace: Namespace) -> tuple[tuple[int, int], ...]:
+        """The chunks as ranges of tokens."""
+        start = self.start(namespace)
+        inner = (cut for cut in self.chunks if start < cut < self.num_tokens)
+        return tuple(pairwise((start, *inner, max(start, self.num_tokens))))
+
+    def row(self, role: Role) -> int:
+        """The row of its slot at which the sequence's state begins."""
+        return self.conv_row if role is Role.CONV else self.ssm_row
+
 
 @dataclass
 class Worker:
-    """The ranks of one worker and their regions."""
+    """The ranks of one replica of a worker, and their regions."""
 
     shape: CacheShape
     tp: int
     dcp: int = 1
     name: str = "prefill-0"
+    dp_rank: int = 0
+    dp_size: int = 1
     ranks: list[RegionMap] = field(init=False)
     regions: list[Bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ranks = [
-            lay_out(self.shape, Coordinates(tp_rank=r, tp_size=self.tp, dcp_rank=r % self.dcp, dcp_size=self.dcp))
-            for r in range(self.tp)
+        places = [
+            Coordinates(
+                dp_rank=self.dp_rank,
+                dp_size=self.dp_size,
+                tp_rank=rank,
+                tp_size=self.tp,
+                dcp_rank=rank % self.dcp,
+                dcp_size=self.dcp,
+            )
+            for rank in range(self.tp)
         ]
+        self.ranks = [lay_out(self.shape, at) for at in places]
         self.regions = [np.full(rank.nbytes, POISON, dtype=np.uint8) for rank in self.ranks]
 
     def manifests(self) -> list[RankManifest]:
-        """What the worker publishes."""
+        """What the replica publishes."""
+        return list(self._manifests)
+
+    @cached_property
+    def _manifests(self) -> list[RankManifest]:
         return [rank.manifest(worker_id=self.name, incarnation="i0", model="tiny") for rank in self.ranks]
+
+    def poison(self) -> None:
+        """Overwrite everything."""
+        for region in self.regions:
+            region.fill(POISON)
 
     def fill(self, content: Content, request: Request, regions: list[Bytes] | None = None) -> None:
         """Put the request's part of the unsharded `content` where each rank keeps it."""
@@ -113,6 +138,16 @@ class Worker:
                         view[request.slot, request.ssm_row] = content[key][
                             _even(self.shape.num_value_heads, self.tp, rank)
                         ]
+
+    def images(self, contents: Sequence[Content], requests: Sequence[Request]) -> tuple[list[Bytes], list[Bytes]]:
+        """For each rank: its whole region as it must be after these requests, and which of its bytes are theirs (0 or 1)."""
+        expected = [np.full(rank.nbytes, POISON, dtype=np.uint8) for rank in self.ranks]
+        owned = [np.zeros(rank.nbytes, dtype=np.uint8) for rank in self.ranks]
+        for content, request in zip(contents, requests, strict=True):
+            self.fill(content, request, expected)
+            full = {key: np.full_like(whole, np.iinfo(whole.dtype).max) for key, whole in content.items()}
+            self.fill(full, request, owned)
+        return expected, [mask // 255 for mask in owned]
 
     def _fill_tokens(
         self,
@@ -157,10 +192,10 @@ def holders_of_heads(num_heads: int, tp: int) -> list[list[int]]:
     return held
 
 
-def unsharded(shape: CacheShape, num_tokens: int) -> Content:
-    """The caches of one request before they are cut: every element distinct (or nearly so, in 16 bits)."""
+def unsharded(shape: CacheShape, num_tokens: int, first: int = 1) -> Content:
+    """The caches of one request before they are cut: elements count up from `first`, all distinct (or nearly so, in 16 bits)."""
     content: Content = {}
-    at = 1
+    at = first
     for key, cache in lay_out(shape, Coordinates()).caches.items():
         match cache.role:
             case Role.KEY | Role.VALUE:
@@ -173,58 +208,6 @@ def unsharded(shape: CacheShape, num_tokens: int) -> Content:
         content[key] = np.arange(at, at + size, dtype=np.uint32).astype(_unsigned(cache.dtype)).reshape(dims)
         at += size
     return content
-
-
-def link(source: Worker, destination: Worker) -> ReshardPlan:
-    """The plan between two workers, from their manifests alone."""
-    return plan(source.manifests(), destination.manifests())
-
-
-def bind(template: CopyTemplate, src: Request, dst: Request, block_size: int) -> list[Run]:
-    """All runs of one template for one request, chunk by chunk."""
-    if not isinstance(template, PagedTemplate):
-        row = "conv_row" if template.part.role is Role.CONV else "ssm_row"
-        return list(bind_slot(template, src.slot, dst.slot, src_row=getattr(src, row), dst_row=getattr(dst, row)))
-    start = src.start(template.part.namespace)
-    cuts = [start, *(cut for cut in src.chunks if start < cut < src.num_tokens), src.num_tokens]
-    return [
-        run
-        for low, high in pairwise(cuts)
-        for run in bind_tokens(template, src.block_ids, dst.block_ids, low, high, block_size)
-    ]
-
-
-def check_transfer(
-    source: Worker, destination: Worker, src: Request, dst: Request, templates: Iterable[CopyTemplate] | None = None
-) -> ReshardPlan:
-    """Execute the plan and assert the three properties: each byte once, no byte too many, equal to the unsharded slices.
-
-    `templates` stands in for the plan's own, to show that a wrong plan is found.
-    """
-    content = unsharded(source.shape, src.num_tokens)
-    source.fill(content, src)
-    made = link(source, destination)
-    writes = [np.zeros(region.size, dtype=np.uint8) for region in destination.regions]
-    moved = 0
-    for template in made.templates if templates is None else templates:
-        origin, target = source.regions[template.part.src_rank], destination.regions[template.part.dst_rank]
-        for run in bind(template, src, dst, source.shape.block_size):
-            moved += run.nbytes
-            for i in range(run.count):
-                low, high = run.local_offset + i * run.local_stride, run.remote_offset + i * run.remote_stride
-                target[high : high + run.length] = origin[low : low + run.length]
-                writes[template.part.dst_rank][high : high + run.length] += 1
-    needed = [np.zeros(region.size, dtype=np.uint8) for region in destination.regions]
-    destination.fill(
-        {key: np.full_like(whole, np.iinfo(whole.dtype).max) for key, whole in content.items()}, dst, needed
-    )
-    expected = [np.full(region.size, POISON, dtype=np.uint8) for region in destination.regions]
-    destination.fill(content, dst, expected)
-    for rank, region in enumerate(destination.regions):
-        assert np.array_equal(writes[rank], needed[rank] // 255), f"rank {rank}: not each byte exactly once"
-        assert np.array_equal(region, expected[rank]), f"rank {rank}: bytes differ from the unsharded slice"
-    assert moved == sum(int(np.count_nonzero(mask)) for mask in needed)
-    return made
 
 
 def _even(total: int, tp: int, rank: int) -> list[int]:

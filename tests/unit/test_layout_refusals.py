@@ -85,12 +85,23 @@ SPOILED_SOURCES: list[tuple[str, PlanRule, Callable[[Manifests], Manifests]]] = 
     ("a rank is replaced by another", PlanRule.RANKS, lambda m: [m[0], m[0]]),
     ("two workers are mixed", PlanRule.WORKER, lambda m: [m[0], replace(m[1], worker_id="prefill-1")]),
     ("two starts are mixed", PlanRule.WORKER, lambda m: [m[0], replace(m[1], incarnation="i1")]),
-    ("two replicas are mixed", PlanRule.WORKER, lambda m: [m[0], at(m[1], dp_rank=1)]),
+    ("two replicas are mixed", PlanRule.WORKER, lambda m: [at(m[0], dp_size=2), at(m[1], dp_size=2, dp_rank=1)]),
+    (
+        "all ranks of two replicas",
+        PlanRule.WORKER,
+        lambda m: [at(r, dp_size=2, dp_rank=number) for number in (0, 1) for r in m],
+    ),
+    ("ranks disagree about replicas", PlanRule.FINGERPRINT, lambda m: [m[0], at(m[1], dp_size=2)]),
+    ("a replica that does not exist", PlanRule.RANKS, lambda m: [at(r, dp_size=2, dp_rank=2) for r in m]),
+    ("a negative replica", PlanRule.RANKS, lambda m: [at(r, dp_rank=-1) for r in m]),
+    ("more ranks than anybody has", PlanRule.RANKS, lambda m: [at(r, tp_size=2**62) for r in m]),
+    ("a negative rank", PlanRule.RANKS, lambda m: [m[0], at(m[1], tp_rank=-1)]),
     ("ranks disagree about a block", PlanRule.FINGERPRINT, lambda m: [m[0], replace(m[1], block_size=16)]),
     ("ranks disagree about capacity", PlanRule.FINGERPRINT, lambda m: [m[0], replace(m[1], num_blocks=5)]),
     ("a newer schema", PlanRule.SCHEMA_VERSION, lambda m: [m[0], replace(m[1], schema_version=2)]),
     ("another model", PlanRule.MODEL, lambda m: on_all(m, model="other")),
     ("another draft", PlanRule.DRAFT, lambda m: on_all(m, draft="other")),
+    ("an older schema", PlanRule.SCHEMA_VERSION, lambda m: on_all(m, schema_version=0)),
     ("another speculation depth", PlanRule.SPECULATION, lambda m: on_all(m, num_speculative_tokens=2)),
     (
         "no dcp at the source",
@@ -185,14 +196,17 @@ def test_a_receiver_with_more_heads_is_refused() -> None:
     assert error.where.startswith("source")
 
 
-def test_a_context_parallel_group_with_different_heads_is_refused() -> None:
-    """Ranks that share blocks must hold the same heads."""
-    two = Worker(make_shape(layers="f", kv=2), 2, name="decode-0").manifests()
+@pytest.mark.parametrize(("num_heads", "tp", "dcp"), [(2, 2, 2), (2, 4, 4), (4, 8, 8), (2, 6, 2)])
+def test_more_context_parallelism_than_replicas_is_refused(num_heads: int, tp: int, dcp: int) -> None:
+    """Ranks that share blocks must hold the same heads, so a group is no larger than a head's replicas, and divides them."""
+    shape = make_shape(layers="f", kv=num_heads)
     grouped = [
-        replace(m, coordinates=Coordinates(tp_rank=i, tp_size=2, dcp_rank=i, dcp_size=2)) for i, m in enumerate(two)
+        replace(manifest, coordinates=Coordinates(tp_rank=i, tp_size=tp, dcp_rank=i % dcp, dcp_size=dcp))
+        for i, manifest in enumerate(Worker(shape, tp, name="decode-0").manifests())
     ]
-    error = refused(Worker(make_shape(layers="f", kv=2), 1).manifests(), grouped)
-    assert error.rule is PlanRule.CONTEXT_PARALLEL
+    error = refused(Worker(shape, 1).manifests(), grouped)
+    assert (error.rule, error.code) == (PlanRule.CONTEXT_PARALLEL, ErrorCode.INCOMPATIBLE_WORKERS)
+    assert error.where.startswith("destination")
 
 
 def test_a_role_in_the_wrong_kind_of_place_is_refused() -> None:
