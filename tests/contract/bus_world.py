@@ -4,14 +4,14 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from unittest.mock import Mock
 
 from common.bus.errors import BusUnavailable
 from common.bus.memory import MemoryServer
 from common.bus.nats import NatsBus
 from common.bus.observer import BusObserver
-from common.bus.port import Bus, Snapshot, Watch
+from common.bus.port import Bus, Entry, Snapshot, Watch
 from common.bus.server import NatsServer
 from common.runtime.clock import SystemClock
 
@@ -87,15 +87,9 @@ class NatsWorld:
     @asynccontextmanager
     async def open(self, observer: BusObserver | None = None) -> AsyncIterator[Bus]:
         """See World."""
-        async with asyncio.TaskGroup() as tasks:
-            bus = await NatsBus.connect(
-                self.server.url, name="test", tasks=tasks, clock=SystemClock(), log=Mock(), observer=observer
-            )
-            try:
-                yield bus
-            finally:
-                await bus.close()
-                await bus.close()
+        async with open_nats(self.server.url, observer=observer) as bus:
+            yield bus
+            await bus.close()
 
     async def go_down(self) -> None:
         """See World."""
@@ -119,6 +113,18 @@ def unique(stem: str) -> str:
     return f"{stem}_{next(_counter)}"
 
 
+@asynccontextmanager
+async def open_nats(url: str, **options: Any) -> AsyncIterator[NatsBus]:
+    """Open the NATS adapter itself, for a test that looks inside."""
+    options = {"name": "test", "clock": SystemClock(), "log": Mock(), **options}
+    async with asyncio.TaskGroup() as tasks:
+        bus = await NatsBus.connect(url, tasks=tasks, **options)
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+
 async def soon(awaitable: Awaitable[T]) -> T:
     """Wait for what must happen."""
     async with asyncio.timeout(PATIENCE_S):
@@ -130,6 +136,13 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not await condition():
             await SystemClock().sleep(0.02)
+
+
+async def told_of(watch: Watch, entry: Entry) -> None:
+    """Take from a watch until it tells the entry, past whatever it repeats."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await anext(watch) != entry:
+            pass
 
 
 async def told(watch: Watch) -> tuple[dict[str, tuple[bytes, int]], Snapshot]:

@@ -1,9 +1,9 @@
 """What only the NATS adapter has to get right: servers that are absent, old, mute or broken, and other NATS tools."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Self, TypeVar
+from typing import Self
 from unittest.mock import Mock
 
 import nats
@@ -11,33 +11,12 @@ import pytest
 
 from common.bus import nats_reader
 from common.bus.errors import BusTimeout, BusUnavailable, ServerTooOld, StorageRefused
-from common.bus.nats import NatsBus
 from common.bus.nats_bucket import NatsBucket
 from common.bus.nats_reader import Read, Reader, ReaderBroken
 from common.bus.port import BucketConfig, Entry, Snapshot, Stored, StreamConfig
 from common.bus.server import NatsServer
 from common.runtime.clock import SystemClock
-
-PATIENCE_S = 30.0
-T = TypeVar("T")
-
-
-@asynccontextmanager
-async def opened(url: str, **options: Any) -> AsyncIterator[NatsBus]:
-    """Open a bus for the length of a block."""
-    options = {"name": "test", "clock": SystemClock(), "log": Mock(), **options}
-    async with asyncio.TaskGroup() as tasks:
-        bus = await NatsBus.connect(url, tasks=tasks, **options)
-        try:
-            yield bus
-        finally:
-            await bus.close()
-
-
-async def soon(awaitable: Awaitable[T]) -> T:
-    """Wait for what must happen."""
-    async with asyncio.timeout(PATIENCE_S):
-        return await awaitable
+from tests.contract.bus_world import PATIENCE_S, open_nats, soon
 
 
 @asynccontextmanager
@@ -59,7 +38,7 @@ async def pretender(info: str) -> AsyncIterator[str]:
 async def refusal(url: str, timeout_s: float) -> Exception:
     """Return what connecting raises."""
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with opened(url, timeout_s=timeout_s):
+        async with open_nats(url, timeout_s=timeout_s):
             pass
     (error,) = caught.value.exceptions
     assert isinstance(error, Exception)
@@ -94,7 +73,7 @@ async def test_a_server_with_a_small_payload_limit_is_refused() -> None:
 async def test_a_connection_that_ends_for_good_is_told(nats_server: NatsServer) -> None:
     """The server throws a client out for a protocol error: `on_closed` hears the reason, calls fail."""
     closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    async with opened(nats_server.url, on_closed=closed.set_result) as bus:
+    async with open_nats(nats_server.url, on_closed=closed.set_result) as bus:
         bus._connection.client._transport.write(b"NO SUCH COMMAND\r\n")
         assert "ended for good" in await soon(closed)
         with pytest.raises(BusUnavailable):
@@ -104,7 +83,7 @@ async def test_a_connection_that_ends_for_good_is_told(nats_server: NatsServer) 
 async def test_closing_on_purpose_is_not_told(nats_server: NatsServer) -> None:
     """`on_closed` is for accidents."""
     told = Mock()
-    async with opened(nats_server.url, on_closed=told):
+    async with open_nats(nats_server.url, on_closed=told):
         pass
     told.assert_not_called()
 
@@ -112,7 +91,7 @@ async def test_closing_on_purpose_is_not_told(nats_server: NatsServer) -> None:
 async def test_the_headers_of_the_caller_are_not_touched(nats_server: NatsServer) -> None:
     """The library writes into the dictionary that it is given."""
     headers = {"pd-type": "test"}
-    async with opened(nats_server.url) as bus:
+    async with open_nats(nats_server.url) as bus:
         await bus.ensure_stream(StreamConfig(name="HEADERS", subjects=("headers.>",)))
         await bus.publish("headers.a", b"", headers)
         bus.publish_event("headers.a", b"", message_id="1", headers=headers)
@@ -122,7 +101,7 @@ async def test_the_headers_of_the_caller_are_not_touched(nats_server: NatsServer
 
 async def test_buckets_are_those_of_every_nats_tool(nats_server: NatsServer) -> None:
     """The library's own key-value client reads what we write, deletions too, and we read what it writes."""
-    async with opened(nats_server.url) as bus:
+    async with open_nats(nats_server.url) as bus:
         bucket = await bus.ensure_bucket(BucketConfig(name="TOOLS", ttl_s=60.0, history=2))
         client = await nats.connect(nats_server.url)
         try:
@@ -146,7 +125,7 @@ async def test_buckets_are_those_of_every_nats_tool(nats_server: NatsServer) -> 
 
 async def test_passes_leave_no_consumers_behind(nats_server: NatsServer) -> None:
     """Listing keys, reading streams and watching give their consumers back."""
-    async with opened(nats_server.url) as bus:
+    async with open_nats(nats_server.url) as bus:
         bucket = await bus.ensure_bucket(BucketConfig(name="CONSUMERS"))
         await bucket.put("k", b"1")
         for _ in range(5):
@@ -170,7 +149,7 @@ async def test_a_watch_whose_consumer_is_lost_begins_again(
     """Silence is a failure: without heartbeats, and without any reconnect, the watch repeats and goes on."""
     monkeypatch.setattr(nats_reader, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(nats_reader, "_SILENCE_S", 0.4)
-    async with opened(nats_server.url) as bus:
+    async with open_nats(nats_server.url) as bus:
         bucket = await bus.ensure_bucket(BucketConfig(name="SILENCE"))
         revision = await bucket.put("k", b"1")
         async with await bucket.watch() as watch:
@@ -191,7 +170,7 @@ async def test_an_idle_watch_is_kept_alive_by_heartbeats(
     """Many silences long nothing happens: the pass is the same one, and nothing is repeated."""
     monkeypatch.setattr(nats_reader, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(nats_reader, "_SILENCE_S", 0.5)
-    async with opened(nats_server.url) as bus:
+    async with open_nats(nats_server.url) as bus:
         bucket = await bus.ensure_bucket(BucketConfig(name="IDLE"))
         async with await bucket.watch() as watch:
             assert await soon(anext(watch)) == Snapshot(frozenset())
@@ -204,7 +183,7 @@ async def test_an_idle_watch_is_kept_alive_by_heartbeats(
 
 async def test_a_stream_longer_than_a_flow_control_window_is_read_whole(nats_server: NatsServer) -> None:
     """Megabytes come in order: the reader answers the server's flow control."""
-    async with opened(nats_server.url) as bus:
+    async with open_nats(nats_server.url) as bus:
         await bus.ensure_stream(StreamConfig(name="LONG", subjects=("long.>",)))
         for number in range(400):
             bus.publish_event("long.a", number.to_bytes(4, "big") * 8192, message_id=str(number))
@@ -215,7 +194,7 @@ async def test_a_stream_longer_than_a_flow_control_window_is_read_whole(nats_ser
 
 async def test_an_answer_that_is_not_the_streams_own_is_refused(nats_server: NatsServer) -> None:
     """Somebody who answers on a stored subject races the acknowledgement: the event counts as lost, nothing breaks."""
-    async with opened(nats_server.url) as bus, await bus.subscribe("stray.a") as subscription:
+    async with open_nats(nats_server.url) as bus, await bus.subscribe("stray.a") as subscription:
         bus.publish_event("stray.a", b"1", message_id="1")
         await (await soon(anext(subscription))).respond(b"not an acknowledgement")
         assert await bus.flush_events(PATIENCE_S)
@@ -224,7 +203,7 @@ async def test_an_answer_that_is_not_the_streams_own_is_refused(nats_server: Nat
 
 async def test_a_frozen_server_is_a_timeout(own_nats_server: NatsServer) -> None:
     """The connection stands but nothing comes: requests end by their own timeout."""
-    async with opened(own_nats_server.url) as bus, await bus.subscribe("pd.mute"):
+    async with open_nats(own_nats_server.url) as bus, await bus.subscribe("pd.mute"):
         assert own_nats_server._process is not None
         own_nats_server._process.send_signal(19)
         try:
@@ -305,7 +284,7 @@ async def test_a_reconnect_breaks_watches_without_waiting_for_silence(
 ) -> None:
     """The watch repeats because of the reconnect itself."""
     monkeypatch.setattr(nats_reader, "_SILENCE_S", 3600.0)
-    async with opened(own_nats_server.url) as bus:
+    async with open_nats(own_nats_server.url) as bus:
         bucket = await bus.ensure_bucket(BucketConfig(name="B"))
         async with await bucket.watch() as watch:
             assert await soon(anext(watch)) == Snapshot(frozenset())
@@ -331,7 +310,7 @@ async def test_reading_a_busy_stream_ends(nats_server: NatsServer, monkeypatch: 
             self.sequence += 1
             return Read(Stored("busy.a", b"", {}, self.sequence, 0.0), num_pending=1)
 
-    async with opened(nats_server.url) as bus:
+    async with open_nats(nats_server.url) as bus:
         await bus.ensure_stream(StreamConfig(name="BUSY", subjects=("busy.>",)))
         for number in range(2):
             bus.publish_event("busy.a", b"", message_id=str(number))
