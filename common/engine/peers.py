@@ -12,18 +12,18 @@ from common.layout.replicas import split_replicas
 from common.layout.templates import CopyTemplate
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import InvalidValueError
-from contracts.manifest import PlannedPart, RankManifest, Role
+from contracts.manifest import Namespace, PlannedPart, RankManifest, Role
 from contracts.rank import AddPeerRank, PeerSide
 from contracts.requests import WorkerRef
 
 CONNECT_TIMEOUT_S: Final = 10.0
 
-CacheKey = tuple[Role, int]
+CacheKey = tuple[Namespace, Role, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One replica of a linked worker. `parts` are what this rank owes for a (role, layer); regions are by destination rank."""
+    """One replica of a linked worker. `parts` are what this rank owes for a layer's cache; regions are by destination rank."""
 
     parts: dict[CacheKey, tuple[PartCopies, ...]]
     regions: dict[int, RemoteRegion]
@@ -83,7 +83,7 @@ class PeerTable:
         parts: dict[CacheKey, dict[PlannedPart, list[CopyTemplate]]] = {}
         for template in compiled.templates_for(self._rank):
             part = template.part
-            parts.setdefault((part.role, part.layer), {}).setdefault(part, []).append(template)
+            parts.setdefault((part.namespace, part.role, part.layer), {}).setdefault(part, []).append(template)
         owed = {key: tuple(PartCopies(part, found) for part, found in held.items()) for key, held in parts.items()}
         dst_ranks = sorted({template.part.dst_rank for template in compiled.templates_for(self._rank)})
         peers: list[Peer] = []

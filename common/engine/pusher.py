@@ -15,7 +15,7 @@ from common.engine.push_write import PushPart, write_parts
 from common.layout.bind import TokenChunk
 from common.runtime.clock import Clock
 from contracts.handoff import Grant
-from contracts.manifest import Role
+from contracts.manifest import Namespace, Role
 from contracts.rank import PartPushed, PushOutcome
 
 MAX_QUEUED: Final = 4096
@@ -43,6 +43,7 @@ class PushTask:
     handoff_id: str
     peer: Peer
     grant: Grant
+    namespace: Namespace
     role: Role
     layer: int
     chunk: TokenChunk | None
@@ -193,7 +194,7 @@ class Pusher:
         """The parts of some tasks, without what failpoints drop or delay: that is the only part that is late."""
         items: list[_Item] = []
         for task in tasks:
-            for copies in task.peer.parts.get((task.role, task.layer), ()):
+            for copies in task.peer.parts.get((task.namespace, task.role, task.layer), ()):
                 item = task, PushPart(copies=copies, chunk=task.chunk, slot=task.slot)
                 if not self._faults:
                     items.append(item)

@@ -18,7 +18,7 @@ from common.layout.bind import TokenChunk
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
 from contracts.handoff import Grant
-from contracts.manifest import Role
+from contracts.manifest import Namespace, Role
 from contracts.rank import BindSequence, SampledToken, StepDone, StepItem, StepPlan
 
 NO_TOKEN: Final = -1
@@ -232,6 +232,7 @@ class StepRunner:
                 handoff_id=push.binding.handoff_id,
                 peer=push.peer,
                 grant=push.grant,
+                namespace=Namespace.TARGET,
                 role=role,
                 layer=layer,
                 chunk=push.chunk if paged else None,
