@@ -10,6 +10,10 @@ DESCRIPTOR_VERSION = 1
 """Version of `RegionDescriptor` that this code writes; any other version is refused at connect."""
 
 
+GENERATION_BITS = 48
+"""Bits of a region's own generation, which its owner draws at random: JSON readers keep whole numbers of that size."""
+
+
 class Memory(enum.StrEnum):
     """Kind of memory that a region's data lies in."""
 
@@ -21,12 +25,12 @@ class Memory(enum.StrEnum):
 class RegionDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """Address of one region: enough for a peer to connect to it, never enough to write without a grant.
 
-    `transport` names the adapter ("shm", "fake", ...), `version` is `DESCRIPTOR_VERSION`. `peer_id` and `incarnation` name
+    `transport` names the adapter ("shm", "tcp", "fake"), `version` is `DESCRIPTOR_VERSION`. `peer_id` and `incarnation` name
     the owning process's worker and its start; `region_id` is unique within that incarnation. The data part begins `base`
     bytes into the transport's own object and has `length` bytes; every offset in manifests and runs counts from there.
     The header holds `num_cells` generation cells (u64). `generation` is the region's own: it differs when the owner
     replaces the memory under the same id. `device` is the device's name as its runtime spells it ("cpu", "npu:0").
-    `opaque` is read by the transport alone (for "shm", the path of the socket that hands out the descriptor).
+    `opaque` is read by the transport alone: for "shm" the path of the socket that hands out the descriptor, for "tcp" `host:port`.
     """
 
     transport: str

@@ -126,6 +126,8 @@ class FakeDataPlane:
         cancel=False,
         needs_remote_progress=False,
         revocable=True,
+        stops_writers=False,
+        checks_secret=True,
         max_batch=1 << 20,
         device_types=("cpu",),
     )
@@ -148,6 +150,7 @@ class FakeDataPlane:
             peer_id=self.peer_id,
             incarnation=self.incarnation,
             region_id=f"region-{len(self._regions)}",
+            generation=next(self.network.generations),
             base=0,
             length=nbytes,
             num_cells=num_cells,
@@ -162,7 +165,7 @@ class FakeDataPlane:
         if descriptor.transport != TRANSPORT or descriptor.version != DESCRIPTOR_VERSION:
             raise DataPlaneError(f"descriptor: {descriptor.transport} version {descriptor.version} cannot be reached")
         region = self.network.regions.get(address_of(descriptor))
-        if region is None or self.now() >= deadline:
+        if region is None or region.descriptor.generation != descriptor.generation or self.now() >= deadline:
             raise DataPlaneError(f"no region {descriptor.region_id!r} of incarnation {descriptor.incarnation!r} here")
         return FakeRemoteRegion(self.network, region, self.now)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ class FakeNetwork:
         self.regions: Final[dict[tuple[str, str, str], FakeRegion]] = {}
         self.faults: Final[deque[Fault]] = deque()
         self.late: Final[list[Callable[[], None]]] = []
+        self.generations: Final = itertools.count(1)
 
     def plant(self, *faults: Fault) -> None:
         """Give each of `faults` to one of the next transfers, in order."""
@@ -74,12 +76,19 @@ class FakeRegion:
         self.changed: Final = threading.Condition()
         self.num_writers: Final[dict[int, int]] = {}
         self.alive = True
+        self._secrets: Final[dict[int, bytes]] = {}
         network.regions[address_of(descriptor)] = self
 
     def generation(self, cell: int) -> int:
         """The value of one generation cell."""
         self._check_cells((cell,))
         return self.cells[cell]
+
+    def open_grant(self, grant: WriteGrant) -> None:
+        """Let those who hold `grant` in; any secret will do, also an empty one, but it must be shown again."""
+        self._check_cells((grant.lock_cell,))
+        self.set_generations(grant.cells, grant.generation)
+        self._secrets[grant.lock_cell] = grant.secret
 
     def set_generations(self, cells: Sequence[int], value: int) -> None:
         """Store `value` into `cells`; they only rise."""
@@ -98,6 +107,7 @@ class FakeRegion:
         """Raise `cells` to `value`, then wait for the writers that hold `lock_cell`."""
         self._check_cells((lock_cell,))
         self.set_generations(cells, value)
+        self._secrets.pop(lock_cell, None)
         with self.changed:
             if not self.alive:
                 return Quiescence.CANNOT_TELL
@@ -111,8 +121,9 @@ class FakeRegion:
         self._network.regions.pop(address_of(self.descriptor), None)
 
     def holds(self, grant: WriteGrant) -> bool:
-        """Whether the grant is the current one of all its cells."""
-        return all(self.cells[cell] == grant.generation for cell in grant.cells)
+        """Whether the grant is the current one of all its cells, and shows the secret that it was opened with."""
+        current = all(self.cells[cell] == grant.generation for cell in grant.cells)
+        return current and self._secrets.get(grant.lock_cell, b"") == grant.secret
 
     def enter(self, lock_cell: int) -> None:
         """A writer takes its share of the grant's lock."""

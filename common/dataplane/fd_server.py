@@ -30,11 +30,12 @@ _CREDENTIALS: Final = struct.Struct("iII")
 
 
 class RegionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asks for: a region of one start of one peer."""
+    """What a client asks for: a region of one start of one peer, and the memory that had this id at the time."""
 
     peer_id: str
     incarnation: str
     region_id: str
+    generation: int = 0
 
 
 class RegionReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +142,7 @@ class FdServer:
         """Answer one request; whether the connection lives on."""
         try:
             request = msgspec.msgpack.decode(message, type=RegionRequest)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._send(client, RegionReply(error=f"not a request: {error}"), None)
             return False
         with self._guard:

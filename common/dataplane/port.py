@@ -22,6 +22,8 @@ from contracts.errors import ErrorCode, PdmeshError
 
 MAX_GENERATION = 2**64 - 1
 """Largest value of a generation cell (u64)."""
+SECRET_BYTES = 16
+"""Length of a grant's secret, where a transport checks it."""
 
 
 class DataPlaneError(PdmeshError):
@@ -61,12 +63,18 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True):
     """The right to touch some cells of one region for as long as each of them holds `generation`.
 
     `lock_cell` is the cell whose lock byte stands for the whole grant: the grant's state slot, of which a request has
-    exactly one. `cells` are all the cells that the transfer touches (blocks and slot).
+    exactly one. `cells` are all the cells that the transfer touches (blocks and slot). `secret` proves that the grant was given
+    out, where anybody may reach the receiver (`Capabilities.checks_secret`).
     """
 
     lock_cell: int
     cells: tuple[int, ...]
     generation: int
+    secret: bytes = b""
+
+    def __repr__(self) -> str:
+        """Everything but the secret: grants are shown in errors and logs."""
+        return f"WriteGrant(lock_cell={self.lock_cell}, cells={self.cells}, generation={self.generation})"
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +90,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """The passive side must make calls for a transfer to advance."""
     revocable: bool
     """The transport checks generations itself, so a late write is refused rather than quarantined."""
+    stops_writers: bool
+    """A revocation ends the writes in flight under the grant; without it, it waits for them to end by themselves."""
+    checks_secret: bool
+    """A transfer needs the secret that its grant was opened with. Without it, holding the region's memory is proof enough."""
     max_batch: int
     """Most copies in one submission; longer batches are split by the adapter."""
     device_types: tuple[str, ...]
@@ -104,8 +116,16 @@ class Region(Protocol):
         """The value of one generation cell."""
         ...
 
+    def open_grant(self, grant: WriteGrant) -> None:
+        """Let those who hold `grant` in: its generation goes into its cells, and its secret is the one for its `lock_cell`.
+
+        To be called before the grant is given out. Raises `InvalidValueError` as `set_generations` does, and for a secret that is
+        not `SECRET_BYTES` long where the transport checks it.
+        """
+        ...
+
     def set_generations(self, cells: Sequence[int], value: int) -> None:
-        """Store `value` into `cells`, before a grant with that generation is given out.
+        """Store `value` into `cells`, without letting anybody in.
 
         Raises `InvalidValueError` for a cell outside the header or a value below one that a cell holds: generations only rise.
         """

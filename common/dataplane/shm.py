@@ -3,11 +3,15 @@
 A writer takes a shared lock on its grant's byte, checks the generation of every cell that the grant names, copies, and lets the
 byte go. A revoker raises the generations and then takes the byte exclusively: when it has it, no older writer is left. The
 kernel drops the lock of a writer that dies; one that is frozen keeps it, and its revoker answers NO.
+
+The secret of a grant is not looked at: whoever has mapped the memory could write without asking. Only processes of the same user
+are given its descriptor.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +21,7 @@ from common.dataplane.fd_server import FdServer, RegionRequest, request_fd
 from common.dataplane.ofd_lock import reopen
 from common.dataplane.port import Capabilities, DataPlaneError
 from common.dataplane.shm_region import TRANSPORT, ShmRegion
-from contracts.dataplane import DESCRIPTOR_VERSION, Memory, RegionDescriptor
+from contracts.dataplane import DESCRIPTOR_VERSION, GENERATION_BITS, Memory, RegionDescriptor
 
 if TYPE_CHECKING:
     from common.dataplane.shm_remote import ShmRemoteRegion
@@ -33,6 +37,8 @@ class ShmDataPlane:
         cancel=True,
         needs_remote_progress=False,
         revocable=True,
+        stops_writers=False,
+        checks_secret=False,
         max_batch=1 << 20,
         device_types=("cpu",),
     )
@@ -57,7 +63,12 @@ class ShmDataPlane:
             # The ranks of a worker share its incarnation; the socket's name tells their regions apart.
             region_id = f"{self.server.path.stem}-{self._num_allocated}"
             self._num_allocated += 1
-            request = RegionRequest(peer_id=self.peer_id, incarnation=self.incarnation, region_id=region_id)
+            request = RegionRequest(
+                peer_id=self.peer_id,
+                incarnation=self.incarnation,
+                region_id=region_id,
+                generation=secrets.randbits(GENERATION_BITS),
+            )
             region = ShmRegion(self.server, request, nbytes, num_cells, now=self.now)
             self._regions.append(region)
             return region
@@ -76,7 +87,10 @@ class ShmDataPlane:
                 f"descriptor: {shown} cannot be reached; only {TRANSPORT} version {DESCRIPTOR_VERSION} in host memory"
             )
         request = RegionRequest(
-            peer_id=descriptor.peer_id, incarnation=descriptor.incarnation, region_id=descriptor.region_id
+            peer_id=descriptor.peer_id,
+            incarnation=descriptor.incarnation,
+            region_id=descriptor.region_id,
+            generation=descriptor.generation,
         )
         connection, received = request_fd(descriptor.opaque, request, deadline - self.now())
         try:

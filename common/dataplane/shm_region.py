@@ -10,7 +10,7 @@ from typing import Final
 
 from common.dataplane.fd_server import FdServer, RegionRequest
 from common.dataplane.ofd_lock import try_lock, unlock
-from common.dataplane.port import Quiescence
+from common.dataplane.port import Quiescence, WriteGrant
 from common.dataplane.shm_memory import RegionMemory, create_memory, data_offset, lock_offset
 from contracts.dataplane import RegionDescriptor
 
@@ -37,6 +37,7 @@ class ShmRegion:
             peer_id=request.peer_id,
             incarnation=request.incarnation,
             region_id=request.region_id,
+            generation=request.generation,
             base=data_offset(num_cells),
             length=nbytes,
             num_cells=num_cells,
@@ -53,6 +54,10 @@ class ShmRegion:
         """The value of one generation cell."""
         self.memory.check_cells((cell,))
         return self.memory.cells[cell]
+
+    def open_grant(self, grant: WriteGrant) -> None:
+        """Store the grant's generation into its cells: the descriptor of the memory is the capability here, not the secret."""
+        self.set_generations(grant.cells, grant.generation)
 
     def set_generations(self, cells: Sequence[int], value: int) -> None:
         """Store `value` into `cells`; they only rise."""

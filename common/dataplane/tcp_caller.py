@@ -1,0 +1,168 @@
+"""One connection at the owner's end: greets the caller, then lands its writes in the region and serves its reads.
+
+Nothing that a caller sends is believed: a frame that makes no sense ends the connection, and before a byte of a batch is received
+into the region, its grant and secret have been checked and the whole table lies within bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from common.dataplane.port import WriteGrant
+from common.dataplane.tcp_channel import Channel, ChannelError, Fault
+from common.dataplane.tcp_region import STALE, RefusedError, TcpRegion
+from common.dataplane.tcp_segments import pieces
+from common.dataplane.tcp_wire import (
+    BEGIN_BYTES,
+    CELL_BYTES,
+    HELLO,
+    MAX_SEGMENTS,
+    PREFIX,
+    SEGMENT_BYTES,
+    Begin,
+    Hello,
+    Operation,
+    Status,
+    WireError,
+    decode_batch,
+    decode_begin,
+    decode_hello,
+    encode_answer,
+    encode_data,
+    hello_length,
+)
+
+GREETING_TIMEOUT_S: Final = 5.0
+HEAD_TIMEOUT_S: Final = 5.0
+"""How long the head of a transfer may take once its first bytes are there."""
+ANSWER_TIMEOUT_S: Final = 5.0
+DRAIN_TIMEOUT_S: Final = 1.0
+DRAIN_BYTES: Final = 64 << 20
+
+
+class Caller:
+    """Serves one connection in the thread that calls `serve`, until it ends or `stop`."""
+
+    def __init__(self, channel: Channel, find: Callable[[Hello], TcpRegion | None], now: Callable[[], float]) -> None:
+        """Owns `channel`; `find` gives the region that a greeting names."""
+        self._channel = channel
+        self._find = find
+        self._now = now
+        self._table = memoryview(bytearray(MAX_SEGMENTS * SEGMENT_BYTES))
+        self.region: TcpRegion | None = None
+        """The region that the caller wants, once it has said so."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has been told to end."""
+        return self._channel.stopped
+
+    def stop(self) -> None:
+        """From any thread: end the connection soon."""
+        self._channel.stop_reading()
+
+    def serve(self) -> None:
+        """Return when the connection has ended, for whatever reason; nothing is written into the region after that."""
+        try:
+            region = self._greet()
+            while True:
+                head = self._receive_head()
+                self._transfer(region, head)
+        except RefusedError as error:
+            self._channel.say_last(encode_answer(Status.FAILED, 0, str(error)))
+            self._channel.drain(DRAIN_BYTES, self._now() + DRAIN_TIMEOUT_S)
+        except (ChannelError, WireError):
+            pass  # the caller is gone, was told to go, or is not one of ours
+        finally:
+            self._channel.close()
+
+    def _greet(self) -> TcpRegion:
+        deadline = self._now() + GREETING_TIMEOUT_S
+        length = hello_length(self._channel.receive_bytes(HELLO.size, deadline))
+        hello = decode_hello(self._channel.receive_bytes(length, deadline))
+        region = self._find(hello)
+        if region is None:
+            raise RefusedError("no such region of this incarnation here, or another has taken its place")
+        self.region = region
+        if self._find(hello) is not region:  # closed meanwhile, without an order to stop
+            raise RefusedError("the region has been closed")
+        self._channel.send([encode_answer(Status.DONE, 0, "")], deadline)
+        return region
+
+    def _receive_head(self) -> bytes:
+        """The fixed part of the next transfer. A caller may be silent for ever before it, but not in the middle of it."""
+        self._channel.wait_for_input()
+        return self._channel.receive_bytes(BEGIN_BYTES, self._now() + HEAD_TIMEOUT_S)
+
+    def _transfer(self, region: TcpRegion, head: bytes) -> None:
+        begin = decode_begin(head)
+        if not 0 < begin.num_cells <= region.memory.num_cells:
+            raise RefusedError(f"the grant names {begin.num_cells} cells of {region.memory.num_cells}")
+        raw = self._channel.receive_bytes(begin.num_cells * CELL_BYTES, self._now() + HEAD_TIMEOUT_S)
+        grant = WriteGrant(
+            lock_cell=begin.lock_cell,
+            cells=tuple(np.frombuffer(raw, "<u4").tolist()),
+            generation=begin.generation,
+            secret=begin.secret,
+        )
+        deadline = self._now() + begin.timeout_ms / 1000
+        match begin.operation:
+            case Operation.WRITE:
+                nbytes = self._write(region, begin, grant, deadline)
+            case Operation.READ:
+                nbytes = self._read(region, begin, grant, deadline)
+        self._channel.send([encode_answer(Status.DONE, nbytes, "")], self._now() + ANSWER_TIMEOUT_S)
+
+    def _write(self, region: TcpRegion, begin: Begin, grant: WriteGrant, deadline: float) -> int:
+        landing = region.enter(grant, self._channel)
+        nbytes = 0
+        try:
+            for _ in range(begin.num_batches):
+                views, size = self._receive_table(region, deadline)
+                self.land(views, deadline)
+                nbytes += size
+        except ChannelError as error:
+            stopped = error.fault is Fault.STOPPED
+            raise RefusedError("the grant was revoked or the region closed" if stopped else str(error)) from error
+        finally:
+            valid = region.leave(landing)
+        if not valid:
+            raise RefusedError(STALE)
+        return nbytes
+
+    def land(self, views: list[memoryview], deadline: float) -> None:
+        """Receive the bytes of one batch straight into the region. Raises `ChannelError`."""
+        self._channel.receive(views, deadline)
+
+    def _read(self, region: TcpRegion, begin: Begin, grant: WriteGrant, deadline: float) -> int:
+        cells = region.check(grant)
+        nbytes = 0
+        for _ in range(begin.num_batches):
+            views, size = self._receive_table(region, deadline)
+            self.lend(views, size, deadline)
+            nbytes += size
+        if not cells.all_hold(grant.generation):
+            raise RefusedError(STALE)
+        return nbytes
+
+    def lend(self, views: list[memoryview], nbytes: int, deadline: float) -> None:
+        """Send the bytes of one batch straight from the region. Raises `ChannelError`."""
+        self._channel.send([encode_data(nbytes), *views], deadline)
+
+    def _receive_table(self, region: TcpRegion, deadline: float) -> tuple[list[memoryview], int]:
+        """The pieces of the next batch, all of them within the region, and their bytes."""
+        num_segments, nbytes = decode_batch(self._channel.receive_bytes(PREFIX.size, deadline))
+        table = self._table[: num_segments * SEGMENT_BYTES]
+        self._channel.receive([table], deadline)
+        columns = np.frombuffer(table, "<u8").reshape(num_segments, 2)
+        offsets, lengths = columns[:, 0], columns[:, 1]
+        limit = np.uint64(region.memory.length)
+        # The second comparison cannot wrap around: it is only made where the first one holds everywhere.
+        if (lengths > limit).any() or (offsets > limit - lengths).any():
+            raise RefusedError("a piece is out of bounds")
+        if not nbytes or sum(lengths.tolist()) != nbytes:
+            raise WireError("the pieces of a batch do not add up")
+        return pieces(region.data, offsets, lengths), nbytes
