@@ -29,22 +29,6 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
 
 
-class LinkState(StrEnum):
-    """What became of the meeting of a prefill worker with a decode worker."""
-
-    LINKED = "linked"
-    REFUSED = "refused"
-
-
-class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A prefill worker's verdict on one start of one decode worker."""
-
-    worker_id: str
-    incarnation: str
-    state: LinkState
-    reason: str = ""
-
-
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker has left and what it is doing, summed over its replicas."""
 
@@ -75,7 +59,6 @@ class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
     num_slots: Whole
     max_sequence_tokens: Whole
     load: WorkerLoad
-    links: tuple[Link, ...] = ()
 
 
 class DescribeWorker(Versioned, frozen=True, kw_only=True, tag="describe_worker"):

@@ -37,7 +37,7 @@ class WorkerHost:
             "cancels": service.run_cancels(cancels),
             "sweeps": service.run_sweeps(),
             "registration": self.registration.run(),
-            **service.role_tasks(bucket, self.registration.announce),
+            **service.role_tasks(bucket),
         }
         self._tasks = [self._group.create_task(work, name=name) for name, work in works.items()]
 

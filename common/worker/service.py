@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -35,7 +35,6 @@ from contracts.handoff import ReleaseHandoff, RunMixed, RunPrefill
 from contracts.requests import Accepted, CancelWork, PromptFrame
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
-    Link,
     WorkerRecord,
     WorkerRole,
     WorkerState,
@@ -106,11 +105,6 @@ class WorkerService(ABC):
         """The longest sequence, prompt and output, that the model and one empty replica can hold."""
         return min(self.info.max_position, self.info.num_blocks * self.info.block_size)
 
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """What became of each meeting with a peer; only prefill workers meet any."""
-        return ()
-
     def record(self) -> WorkerRecord:
         """What the worker says of itself in `PD_WORKERS`."""
         return WorkerRecord(
@@ -128,7 +122,6 @@ class WorkerService(ABC):
             num_slots=self.replicas.num_slots,
             max_sequence_tokens=self.max_sequence_tokens,
             load=self.replicas.load,
-            links=self.links,
         )
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -139,9 +132,9 @@ class WorkerService(ABC):
             WorkerVerb.SCAN: self._inspection.scan,
         }
 
-    def role_tasks(self, bucket: Bucket, announce: Callable[[], None]) -> dict[str, Coroutine[Any, Any, None]]:
-        """What a role does beside answering and computing, by task name. `announce` spreads a change of the record."""
-        del bucket, announce
+    def role_tasks(self, bucket: Bucket) -> dict[str, Coroutine[Any, Any, None]]:
+        """What a role does beside answering and computing, by task name. `bucket` is `PD_WORKERS`."""
+        del bucket
         return {}
 
     @abstractmethod

@@ -10,12 +10,13 @@ import msgspec
 
 from common.bus.port import Bus, Entry, Snapshot, Subscription, Watch
 from common.bus.rpc import Handler, RpcEdge
-from common.bus.storage import WORKERS_CONFIG
+from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG
 from common.runtime.lifecycle import Log
 from contracts import subjects
 from contracts.codec import decode
 from contracts.errors import CodecError
 from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
+from contracts.links import LinkRecord
 from contracts.requests import CancelRequest, Ping, Pong, SubmitRequest, WorkerRef
 from contracts.subjects import BrokerVerb
 from contracts.workers import WorkerRecord
@@ -39,11 +40,13 @@ class BrokerEdges:
     async def open(self) -> None:
         """Listen: first to what is told, then to what is asked. Raises `BusError`."""
         workers = await (await self._bus.ensure_bucket(WORKERS_CONFIG)).watch()
+        links = await (await self._bus.ensure_bucket(LINKS_CONFIG)).watch()
         parts = await self._bus.subscribe(subjects.PARTS_FILTER, max_pending=MAX_WAITING_REPORTS)
         rpc = RpcEdge(self._bus, self._group, self._log)
         read = await rpc.serve(subjects.broker_rpc_filter(self._partition), self.handlers())
         for name, work in (
             ("workers", self._watch(workers)),
+            ("links", self._watch_links(links)),
             ("parts", self._read_parts(parts)),
             ("rpc", read()),
             ("sweeps", self._broker.run_sweeps()),
@@ -116,3 +119,22 @@ class BrokerEdges:
             self._log.error("worker_record_unreadable", worker_id=entry.key, error_message=error.message)
             return
         self._broker.worker_heard(WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation))
+
+    async def _watch_links(self, watch: Watch) -> None:
+        async with watch:
+            async for entry in watch:
+                match entry:
+                    case Snapshot():
+                        pass  # what is said of a worker is forgotten with the worker
+                    case Entry(deleted=True):
+                        self._broker.link_left(entry.key)
+                    case Entry():
+                        self._link_heard(entry)
+
+    def _link_heard(self, entry: Entry) -> None:
+        try:
+            record = decode(entry.value, LinkRecord)
+        except CodecError as error:
+            self._log.error("link_record_unreadable", key=entry.key, error_message=error.message)
+            return
+        self._broker.link_heard(entry.key, record)

@@ -18,6 +18,7 @@ from contracts.requests import Refused, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import DescribeRefused, DescribeWorker, WorkerDescription, WorkerRole
 from services.broker.calls import Calls
+from services.broker.core.link_verdicts import LinkVerdicts
 
 Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a computation off the event loop and returns its result."""
@@ -41,6 +42,8 @@ class Plans:
         self._manifests: dict[WorkerRef, tuple[RankManifest, ...]] = {}
         self._plans: dict[tuple[WorkerRef, WorkerRef], PairPlan | PdmeshError] = {}
         self._locks: dict[tuple[WorkerRef, WorkerRef], asyncio.Lock] = {}
+        self.verdicts = LinkVerdicts()
+        """What `PD_LINKS` says of pairs: who watches it feeds this."""
 
     @property
     def num_pairs(self) -> int:
@@ -48,8 +51,12 @@ class Plans:
         return len(self._plans)
 
     async def between(self, prefill: WorkerRef, decode: WorkerRef, deadline: Deadline) -> PairPlan:
-        """The pair's plan. Raises INCOMPATIBLE_WORKERS naming the rule, INCARNATION_CHANGED, and what `Calls.ask` raises."""
+        """The pair's plan.
+
+        Raises INCOMPATIBLE_WORKERS naming the rule, DRAINING, INCARNATION_CHANGED, and what `Calls.ask` raises.
+        """
         pair = (prefill, decode)
+        self.verdicts.check(prefill, decode, subjects.link_key(prefill.worker_id, decode.worker_id))
         if pair not in self._plans:
             lock = self._locks.setdefault(pair, asyncio.Lock())
             try:
@@ -66,6 +73,7 @@ class Plans:
 
     def drop(self, worker: WorkerRef) -> None:
         """Forget everything about one start of a worker."""
+        self.verdicts.drop(worker)
         self._manifests.pop(worker, None)
         self._plans = {pair: kept for pair, kept in self._plans.items() if worker not in pair}
         self._locks = {pair: lock for pair, lock in self._locks.items() if worker not in pair}

@@ -19,6 +19,7 @@ from common.runtime.trace import current_trace, next_hop, within
 from contracts import ids
 from contracts.errors import CodecError, ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
 from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, TakenOver
+from contracts.links import LinkRecord
 from contracts.requests import Accepted, CancelRequest, DisaggregatedRoute, MixedRoute, SubmitRequest, WorkerRef
 from contracts.trace import TRACEPARENT, TraceContext, read_trace
 from services.broker.calls import Calls
@@ -253,6 +254,14 @@ class Broker:
         gone = self._leases.signed_off(worker_id)
         if gone is not None:
             self._worker_gone(gone)
+
+    def link_heard(self, key: str, record: LinkRecord) -> None:
+        """Note what a prefill worker says of a pair."""
+        self._plans.verdicts.heard(key, record)
+
+    def link_left(self, key: str) -> None:
+        """Note that a pair is no more."""
+        self._plans.verdicts.left(key)
 
     def _worker_gone(self, worker: WorkerRef) -> None:
         self._log.info("worker_gone", worker_id=worker.worker_id, incarnation=worker.incarnation)

@@ -1,154 +1,301 @@
-"""Links with decode workers: the plan between two layouts, compiled once, when a pair of workers first meets."""
+"""Links with decode workers: each that registers is met, and linked or refused; each that drains or dies is unlinked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, assert_never
 
-import msgspec
-
-from common.bus.errors import BusError
+from common.bus.heard import HeardTable
 from common.bus.port import Bucket, Bus, Entry, Snapshot
-from common.engine.port import EngineDeadError, EngineError
+from common.bus.storage import WORKER_TTL_S
+from common.engine.port import EngineDeadError
 from common.layout.planner import ReshardPlan
 from common.layout.refusal import PlanRefusedError
-from common.layout.replicas import plan_workers
-from common.runtime.clock import Clock
+from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
+from common.runtime.metrics import Metrics
+from common.runtime.tasks import BoundedTasks
 from common.worker.replica_set import ReplicaSet
 from contracts import subjects
-from contracts.codec import decode, encode
-from contracts.errors import PdmeshError
+from contracts.codec import decode
+from contracts.errors import CodecError, ErrorCode, PdmeshError
+from contracts.links import LinkRecord, LinkState
 from contracts.requests import WorkerRef
-from contracts.subjects import WorkerVerb
-from contracts.workers import (
-    DescribeRefused,
-    DescribeWorker,
-    Link,
-    LinkState,
-    WorkerDescription,
-    WorkerRecord,
-    WorkerRole,
+from contracts.workers import WorkerRecord, WorkerRole, WorkerState
+from services.prefill.core.pair import Pair, Phase, Refusal
+from services.prefill.core.pair_events import (
+    Connect,
+    Connected,
+    Disconnect,
+    Disconnected,
+    Meet,
+    Met,
+    OwnDrain,
+    PairEvent,
+    PairRefused,
+    PeerLost,
+    PeerSeen,
+    Tell,
+    Tick,
+    TryFailed,
 )
+from services.prefill.core.pair_step import step
+from services.prefill.link_observer import LinkObserver, wall_text
+from services.prefill.link_table import LinkTable
+from services.prefill.meeting import Meetings, MetPeer
 
-_DESCRIBE_TIMEOUT_S: Final = 5.0
-_CHECK_EVERY_S: Final = 2.0
+MAX_PEERS: Final = 1024
+"""Decode workers that a prefill worker deals with; one more is passed over and logged."""
+
+_TICK_S: Final = 0.5
+_ENGINE: Final = "engine"
 
 
-class _Linked(msgspec.Struct, frozen=True, kw_only=True):
-    link: Link
-    plan: ReshardPlan | None
+@dataclass(kw_only=True)
+class _Peer:
+    """One decode worker: the pair, since when it is in its phase, and what its present start said when it was met."""
+
+    pair: Pair
+    since: str
+    met: MetPeer | None = None
+
+
+@dataclass(kw_only=True)
+class LinkPorts:
+    """What links need of the process that they live in."""
+
+    own: WorkerRef
+    bus: Bus
+    clock: Clock
+    log: Log
+    metrics: Metrics
+    group: asyncio.TaskGroup
+    replicas: ReplicaSet
+    max_peers: int = MAX_PEERS
 
 
 class Links:
-    """Every decode worker that has been met, by id: linked or refused, at one incarnation.
+    """Every decode worker that is known, by id. What becomes of a pair is decided by `services.prefill.core.pair_step`.
 
-    A restarted worker is a new one. Who leaves `PD_WORKERS` is unlinked.
+    Meetings go on side by side, so that a worker that does not answer holds up no other. `PD_LINKS` tells everybody how the
+    pairs stand.
     """
 
-    def __init__(self, bus: Bus, clock: Clock, log: Log, replicas: ReplicaSet) -> None:
-        self._bus = bus
-        self._clock = clock
-        self._log = log
-        self._replicas = replicas
-        self._known: dict[str, _Linked] = {}
-        self._announce: Callable[[], None] = lambda: None
+    def __init__(self, ports: LinkPorts) -> None:
+        self._own = ports.own
+        self._bus = ports.bus
+        self._clock = ports.clock
+        self._log = ports.log
+        self._replicas = ports.replicas
+        self._max_peers = ports.max_peers
+        self._meetings = Meetings(ports.bus, ports.clock, ports.replicas.ranks)
+        self._observer = LinkObserver(ports.own, ports.bus, ports.clock, ports.log, ports.metrics)
+        self._observer.watch(self._count)
+        self._table = LinkTable(ports.bus, ports.clock, ports.log, ports.own.worker_id, self._records)
+        # One thing is done for a pair at a time, and the one before may not have been taken from the list yet.
+        self._tasks = BoundedTasks(ports.group, name="link", limit=2 * ports.max_peers)
+        self._heard: HeardTable[WorkerRecord] = HeardTable(ttl_s=WORKER_TTL_S)
+        self._reconnects = ports.bus.reconnects
+        self._peers: dict[str, _Peer] = {}
+        self._transfers: dict[str, WorkerRef] = {}
+        self._is_closed = False
+        self._changed = asyncio.Event()
 
-    @property
-    def verdicts(self) -> tuple[Link, ...]:
-        """What became of each meeting."""
-        return tuple(known.link for known in self._known.values())
+    # For handoffs.
 
     def plan_for(self, worker_id: str, incarnation: str) -> ReshardPlan | None:
-        """The plan to one start of a decode worker, or None without a link."""
-        known = self._known.get(worker_id)
-        return known.plan if known is not None and known.link.incarnation == incarnation else None
+        """The plan to one start of a decode worker, or None when nothing can be written to it.
 
-    async def run(self, bucket: Bucket, announce: Callable[[], None]) -> None:
-        """Watch who comes and goes, and link. `announce` is called whenever the links have changed."""
-        self._announce = announce
+        There is one while the link waits for its last transfers, too: a grant from before the drain is still good.
+        """
+        peer = self._peers.get(worker_id)
+        if peer is None or peer.met is None or peer.pair.incarnation != incarnation or not peer.pair.may_transfer:
+            return None
+        return peer.met.plan
+
+    def why_no_plan(self, worker_id: str) -> str:
+        """How it stands with a decode worker, in words."""
+        peer = self._peers.get(worker_id)
+        if peer is None:
+            return "it is not known here"
+        refusal = peer.pair.refusal
+        start = f"{peer.pair.phase} {peer.pair.incarnation}".strip()
+        return start if refusal is None else f"{start}: {refusal.reason}"
+
+    def transfer_begins(self, handoff_id: str, peer: WorkerRef) -> None:
+        """Note that a handoff will write to a peer: its link is not undone before `transfer_ends`, while the peer lives."""
+        self._transfers[handoff_id] = peer
+
+    def transfer_ends(self, handoff_id: str) -> None:
+        """Note that nothing is written for a handoff any more. Twice is fine."""
+        peer = self._transfers.pop(handoff_id, None)
+        if peer is not None and peer.worker_id in self._peers:
+            self._tick(peer.worker_id)
+
+    # Tasks.
+
+    async def run(self, bucket: Bucket) -> None:
+        """Watch who comes, changes and goes."""
         async with await bucket.watch() as watch:
             async for change in watch:
                 match change:
-                    case Snapshot(keys=keys):
-                        for worker_id in tuple(self._known):
-                            if worker_id not in keys:
-                                await self._unlink(worker_id)
+                    case Snapshot():
+                        pass  # who is not in it falls silent, and silence is judged by `run_ticks`
                     case Entry(deleted=True, key=worker_id):
-                        await self._unlink(worker_id)
-                    case Entry(value=value):
-                        await self._meet(value)
+                        self._lost(worker_id)
+                    case Entry():
+                        self._see(change)
 
-    async def run_checks(self, bucket: Bucket) -> None:
-        """Unlink whose record has expired: a watch does not tell."""
+    async def run_ticks(self) -> None:
+        """Notice what silence and time tell: who is gone, what is to be tried again, which link has no transfer left."""
         while True:
-            await self._clock.sleep(_CHECK_EVERY_S)
-            for worker_id in tuple(self._known):
-                try:
-                    gone = await bucket.get(worker_id) is None
-                except BusError:
-                    break
-                if gone:
-                    await self._unlink(worker_id)
+            await self._clock.sleep(_TICK_S)
+            now = self._clock.monotonic()
+            if not self._bus.is_connected or self._bus.reconnects != self._reconnects:
+                self._reconnects = self._bus.reconnects
+                self._heard.reconnected(now)
+            for worker_id in self._heard.expire(now):
+                self._lost(worker_id)
+            for worker_id in tuple(self._peers):
+                self._tick(worker_id)
 
-    async def _meet(self, value: bytes) -> None:
+    async def run_table(self) -> None:
+        """Keep `PD_LINKS` as the pairs are."""
+        await self._table.run()
+
+    def close(self) -> None:
+        """Meet nobody any more, and undo every link once its last transfer has ended."""
+        self._is_closed = True
+        for worker_id in tuple(self._peers):
+            self._feed(worker_id, OwnDrain(at=self._clock.monotonic()))
+
+    async def wait_closed(self, deadline: Deadline) -> bool:
+        """Wait until no link is left, on the bus either; say whether that was so by the deadline."""
         try:
-            record = decode(value, WorkerRecord)
-        except PdmeshError as error:
-            self._log.info("message_refused", subject=subjects.WORKERS_BUCKET, error=error.message)
-            return
-        known = self._known.get(record.worker_id)
-        if record.role is not WorkerRole.DECODE or (known and known.link.incarnation == record.incarnation):
-            return
-        if known is not None:
-            await self._unlink(record.worker_id)
-        peer = WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation)
+            async with deadline.timeout():
+                while any(peer.pair.phase is not Phase.GONE for peer in self._peers.values()):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return await self._table.wait_written(deadline)
+
+    # What happens.
+
+    def _see(self, entry: Entry) -> None:
         try:
-            compiled = await self._link(peer, record)
-        except (PlanRefusedError, EngineError) as error:
-            link = Link(
-                worker_id=peer.worker_id, incarnation=peer.incarnation, state=LinkState.REFUSED, reason=error.message
-            )
-            self._known[peer.worker_id] = _Linked(link=link, plan=None)
-            self._log.error(
-                "link_refused", peer=peer.worker_id, peer_incarnation=peer.incarnation, reason=error.message
-            )
+            record = decode(entry.value, WorkerRecord)
+        except CodecError as error:
+            self._log.info("message_refused", subject=subjects.WORKERS_BUCKET, key=entry.key, error=error.message)
+            return
+        if record.role is not WorkerRole.DECODE or record.worker_id != entry.key:
+            return
+        if record.worker_id not in self._peers and len(self._peers) >= self._max_peers:
+            self._log.error("peer_passed_over", peer=record.worker_id, max_peers=self._max_peers)
+            return
+        now = self._clock.monotonic()
+        self._heard.put(record.worker_id, record, now)
+        is_ready = record.state is WorkerState.READY
+        self._feed(record.worker_id, PeerSeen(at=now, incarnation=record.incarnation, is_ready=is_ready))
+
+    def _lost(self, worker_id: str) -> None:
+        self._heard.delete(worker_id)
+        if worker_id in self._peers:
+            self._feed(worker_id, PeerLost(at=self._clock.monotonic()))
+
+    def _tick(self, worker_id: str) -> None:
+        peer = WorkerRef(worker_id=worker_id, incarnation=self._peers[worker_id].pair.incarnation)
+        num_transfers = sum(each == peer for each in self._transfers.values())
+        self._feed(worker_id, Tick(at=self._clock.monotonic(), num_transfers=num_transfers))
+
+    def _feed(self, worker_id: str, event: PairEvent) -> None:
+        """One step of one pair."""
+        peer = self._peers.get(worker_id)
+        if peer is None:
+            peer = self._peers[worker_id] = _Peer(pair=Pair(is_closed=self._is_closed), since="")
+        before = peer.pair
+        peer.pair, effects = step(before, event)
+        if (peer.pair.phase, peer.pair.incarnation) != (before.phase, before.incarnation):
+            peer.since = wall_text(self._clock)
+        if peer.pair.is_forgotten:
+            del self._peers[worker_id]
+        if peer.pair != before:
+            self._changed.set()
+            self._table.changed()
+        for effect in effects:
+            match effect:
+                case Tell():
+                    self._observer.tell(WorkerRef(worker_id=worker_id, incarnation=effect.incarnation), effect)
+                case Meet() | Connect() | Disconnect():
+                    if not self._tasks.try_start(partial(self._perform, worker_id, effect)):
+                        raise AssertionError("more is being done than there are pairs")
+                case _:
+                    assert_never(effect)
+
+    # What is done about it.
+
+    async def _perform(self, worker_id: str, effect: Meet | Connect | Disconnect) -> None:
+        self._feed(worker_id, await self._outcome(self._peers[worker_id], worker_id, effect))
+
+    async def _outcome(self, peer: _Peer, worker_id: str, effect: Meet | Connect | Disconnect) -> PairEvent:
+        incarnation = effect.incarnation
+        ref = WorkerRef(worker_id=worker_id, incarnation=incarnation)
+        try:
+            match effect:
+                case Meet():
+                    peer.met = await self._meetings.meet(ref)
+                    return Met(at=self._clock.monotonic(), incarnation=incarnation, terms=peer.met.terms)
+                case Connect():
+                    if peer.met is None:
+                        raise AssertionError("who is connected was met")
+                    await self._replicas.link(ref, peer.met.ranks)
+                    return Connected(at=self._clock.monotonic(), incarnation=incarnation)
+                case Disconnect():
+                    await self._replicas.unlink(ref)
+                    return Disconnected(at=self._clock.monotonic(), incarnation=incarnation)
         except EngineDeadError:
-            raise
-        except PdmeshError as error:  # its next record comes within seconds: then again
-            self._log.info("link_delayed", peer=peer.worker_id, error_code=error.code, error_message=error.message)
-            return
-        else:
-            link = Link(worker_id=peer.worker_id, incarnation=peer.incarnation, state=LinkState.LINKED)
-            self._known[peer.worker_id] = _Linked(link=link, plan=compiled)
-            self._log.info(
-                "peer_linked", peer=peer.worker_id, peer_incarnation=peer.incarnation, num_parts=len(compiled.parts)
-            )
-        self._announce()
+            raise  # the worker cannot go on
+        except PdmeshError as error:
+            return self._failure(effect, error)
 
-    async def _link(self, peer: WorkerRef, record: WorkerRecord) -> ReshardPlan:
-        ranks = [await self._describe(peer, rank) for rank in range(record.dp * record.tp)]
-        compiled = plan_workers(self._replicas.manifests, [each.manifest for each in ranks])
-        await self._replicas.link(peer, ranks)
-        return compiled
+    def _failure(self, effect: Meet | Connect | Disconnect, error: PdmeshError) -> PairEvent:
+        at, incarnation = self._clock.monotonic(), effect.incarnation
+        if isinstance(effect, Disconnect):
+            self._log.error("unlink_failed", peer_incarnation=incarnation, error_message=error.message)
+            return Disconnected(at=at, incarnation=incarnation)
+        if error.code is ErrorCode.INCOMPATIBLE_WORKERS:
+            rule = str(error.rule) if isinstance(error, PlanRefusedError) else _ENGINE
+            return PairRefused(at=at, incarnation=incarnation, refusal=Refusal(rule=rule, reason=error.message))
+        return TryFailed(at=at, incarnation=incarnation, reason=f"{error.code}: {error.message}")
 
-    async def _describe(self, peer: WorkerRef, rank: int) -> WorkerDescription:
-        subject = subjects.worker_rpc(WorkerRole.DECODE, peer.worker_id, WorkerVerb.DESCRIBE)
-        reply = await self._bus.request(subject, encode(DescribeWorker(rank=rank)), timeout=_DESCRIBE_TIMEOUT_S)
-        answer: WorkerDescription | DescribeRefused = decode(reply.data, WorkerDescription | DescribeRefused)  # type: ignore[arg-type]  # a union is not a type
-        match answer:
-            case WorkerDescription():
-                if answer.incarnation != peer.incarnation:
-                    raise PdmeshError(f"{peer.worker_id} has restarted meanwhile")
-                return answer
-            case DescribeRefused():
-                raise PdmeshError.from_info(answer.error)
+    # What people and other services see.
 
-    async def _unlink(self, worker_id: str) -> None:
-        known = self._known.pop(worker_id, None)
-        if known is None:
-            return
-        if known.plan is not None:
-            await self._replicas.unlink(WorkerRef(worker_id=worker_id, incarnation=known.link.incarnation))
-        self._log.info("peer_unlinked", peer=worker_id, peer_incarnation=known.link.incarnation)
-        self._announce()
+    def _records(self) -> Mapping[str, LinkRecord]:
+        return {
+            subjects.link_key(self._own.worker_id, worker_id): self._record(worker_id, peer)
+            for worker_id, peer in self._peers.items()
+            if peer.pair.phase is not Phase.GONE
+        }
+
+    def _record(self, worker_id: str, peer: _Peer) -> LinkRecord:
+        pair, terms = peer.pair, peer.pair.terms
+        return LinkRecord(
+            prefill=self._own,
+            decode=WorkerRef(worker_id=worker_id, incarnation=pair.incarnation),
+            state=LinkState(pair.phase),
+            since=peer.since,
+            rule="" if pair.refusal is None else pair.refusal.rule,
+            reason="" if pair.refusal is None else pair.refusal.reason,
+            num_failures=pair.num_failures,
+            topology="" if terms is None else terms.topology,
+            transport="" if terms is None else terms.transport,
+            num_parts=0 if terms is None else terms.num_parts,
+            token_bytes=0 if terms is None else terms.token_bytes,
+            state_bytes=0 if terms is None else terms.state_bytes,
+        )
+
+    def _count(self, state: LinkState) -> int:
+        return sum(peer.pair.phase.value == state.value for peer in self._peers.values())

@@ -25,13 +25,14 @@ from contracts.events import EventName
 from contracts.handoff import PartsAnswer, PrefillFinished, QueryParts, RunPrefill
 from contracts.manifest import Role
 from contracts.rank import PartPushed, PushOutcome, PushTarget
-from contracts.requests import Accepted
+from contracts.requests import Accepted, WorkerRef
 from contracts.subjects import WorkerVerb
-from contracts.workers import Link, WorkerRole
-from services.prefill.links import Links
+from contracts.workers import WorkerRole
+from services.prefill.links import LinkPorts, Links
 
 _REPORT_EVERY_S: Final = 0.005
 _TELL_AFTER_S: Final = 1.0
+_UNLINK_TIMEOUT_S: Final = 5.0
 
 
 class _Prefill(msgspec.Struct, kw_only=True):
@@ -59,12 +60,17 @@ class PrefillService(WorkerService):
         self._prefills: dict[str, _Prefill] = {}
         self._unreported: dict[tuple[str, int], None] = {}
         self._has_unreported = asyncio.Event()
-        self.peers = Links(parts.bus, parts.clock, parts.log, self.replicas)
-
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """See `WorkerService.links`."""
-        return self.peers.verdicts
+        self.links = Links(
+            LinkPorts(
+                own=WorkerRef(worker_id=parts.settings.worker_id, incarnation=parts.incarnation),
+                bus=parts.bus,
+                clock=parts.clock,
+                log=parts.log,
+                metrics=parts.metrics,
+                group=parts.group,
+                replicas=self.replicas,
+            )
+        )
 
     def handlers(self) -> Mapping[str, Handler]:
         """`prompt`, `run` and `parts`, beside what every worker can be asked."""
@@ -75,11 +81,12 @@ class PrefillService(WorkerService):
             WorkerVerb.PARTS: self._parts,
         }
 
-    def role_tasks(self, bucket: Bucket, announce: Callable[[], None]) -> dict[str, Coroutine[Any, Any, None]]:
+    def role_tasks(self, bucket: Bucket) -> dict[str, Coroutine[Any, Any, None]]:
         """Meet decode workers; note what was pushed, and report it."""
         return {
-            "links": self.peers.run(bucket, announce),
-            "link_checks": self.peers.run_checks(bucket),
+            "links": self.links.run(bucket),
+            "link_ticks": self.links.run_ticks(),
+            "link_table": self.links.run_table(),
             **{f"pushes-{replica.dp_rank}": self.run_pushes(replica) for replica in self.replicas},
             "reports": self.run_reports(),
             "events": self.run_events(),
@@ -92,12 +99,13 @@ class PrefillService(WorkerService):
             return Accepted(handoff_id=command.handoff_id)
         self.check_new(command, command.num_prompt_tokens)
         grant = command.grant
-        plan = self.peers.plan_for(grant.worker_id, grant.incarnation)
+        plan = self.links.plan_for(grant.worker_id, grant.incarnation)
         if plan is None:
             raise RefusedError(
                 command.handoff_id,
                 ErrorCode.INCOMPATIBLE_WORKERS,
-                f"{self.settings.worker_id} is not linked with {grant.worker_id} {grant.incarnation}",
+                f"{self.settings.worker_id} is not linked with {grant.worker_id} {grant.incarnation}: "
+                f"{self.links.why_no_plan(grant.worker_id)}",
             )
         if len(grant.block_ids) * self.info.block_size < command.num_prompt_tokens:
             raise RefusedError(
@@ -114,6 +122,9 @@ class PrefillService(WorkerService):
         owed: dict[int, int] = {}
         for part in plan.parts:
             owed[part.src_rank] = owed.get(part.src_rank, 0) + 1
+        self.links.transfer_begins(
+            sequence.handoff_id, WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
+        )
         self._prefills[sequence.handoff_id] = _Prefill(
             parts=PushedParts(sequence.handoff_id, self.incarnation, replica.dp_rank),
             parts_left=owed,
@@ -182,9 +193,16 @@ class PrefillService(WorkerService):
     async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
         """See `WorkerService.end`."""
         await super().end(handoff_id, tombstone=tombstone)
+        self.links.transfer_ends(handoff_id)
         prefill = self._prefills.pop(handoff_id, None)
         if prefill is not None:
             _tell(prefill)
+
+    async def drain(self) -> None:
+        """See `WorkerService.drain`. Links go when their last transfer has ended, and so does their record."""
+        self.links.close()
+        await super().drain()
+        await self.links.wait_closed(Deadline.after(self.clock, _UNLINK_TIMEOUT_S))
 
     async def run_pushes(self, replica: Replica) -> None:
         """Note what the ranks of one replica have pushed, as they say it."""

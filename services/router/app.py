@@ -80,7 +80,9 @@ async def start(
 
     fleet = Fleet(bus, clock, log)
     inbox = TokenInbox(bus, log, router_id=settings.router_id, max_waiting_frames=settings.max_waiting_frames)
-    lifecycle.tasks.create_task(fleet.run(await fleet.open()), name="fleet")
+    workers, links = await fleet.open()
+    lifecycle.tasks.create_task(fleet.run_workers(workers), name="fleet-workers")
+    lifecycle.tasks.create_task(fleet.run_links(links), name="fleet-links")
     lifecycle.tasks.create_task(inbox.run(await inbox.open()), name="token-inbox")
     await bus.flush()
 

@@ -145,7 +145,7 @@ class Completer:
     def _jobs(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> list[Job]:
         """Expand prompts and `n` into requests of ours. Raises `PdmeshError` for what fits nowhere."""
         limit = self.model.max_sequence_tokens
-        largest = largest_sequence(self.fleet.workers(), model=self.model.name)
+        largest = largest_sequence(self.fleet.view(), model=self.model.name)
         if largest is not None:
             limit = min(limit, largest)
         seed = ask.seed

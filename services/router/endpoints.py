@@ -138,7 +138,7 @@ class Endpoints:
             lacking.append("the router has no connection to the bus")
         if broker_problem := await self.fleet.broker_problem():
             lacking.append(broker_problem)
-        lacking += missing(self.fleet.workers(), model=self.model.name, expected=self.settings.expected_workers)
+        lacking += missing(self.fleet.view(), model=self.model.name, expected=self.settings.expected_workers)
         answer = {"state": self.lifecycle.state, "missing": lacking}
         status = 503 if lacking else 200
         return web.Response(status=status, body=orjson.dumps(answer), content_type="application/json")

@@ -1,60 +1,94 @@
-"""Who is there: the workers, watched in their bucket, and the broker, asked when somebody wants to know."""
+"""Who is there: workers and links, watched in their buckets, and the broker, asked when somebody wants to know."""
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
+from common.bus.heard import HeardTable
 from common.bus.port import Bus, Entry, Snapshot, Watch
-from common.bus.storage import WORKER_TTL_S, WORKERS_CONFIG
+from common.bus.storage import LINK_TTL_S, LINKS_CONFIG, WORKER_TTL_S, WORKERS_CONFIG
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
 from contracts.codec import decode, encode
-from contracts.errors import CodecError, PdmeshError
+from contracts.errors import CodecError, InvalidValueError, PdmeshError
+from contracts.links import LinkRecord
 from contracts.requests import Ping, Pong
-from contracts.subjects import BrokerVerb, broker_rpc
+from contracts.subjects import BrokerVerb, broker_rpc, link_key
 from contracts.workers import WorkerRecord
-from services.router.core.worker_table import WorkerTable
+from services.router.core.mesh_view import MeshView
 
 PING_TIMEOUT_S: Final = 1.0
 
+T = TypeVar("T", WorkerRecord, LinkRecord)
+
 
 class Fleet:
-    """A current view of `PD_WORKERS`."""
+    """A current view of `PD_WORKERS` and `PD_LINKS`."""
 
     def __init__(self, bus: Bus, clock: Clock, log: Log) -> None:
         self._bus = bus
         self._clock = clock
         self._log = log
-        self._table = WorkerTable(ttl_s=WORKER_TTL_S)
+        self._workers: HeardTable[WorkerRecord] = HeardTable(ttl_s=WORKER_TTL_S)
+        self._links: HeardTable[LinkRecord] = HeardTable(ttl_s=LINK_TTL_S)
         self._reconnects = bus.reconnects
 
-    async def open(self) -> Watch:
-        """Begin to watch. Pass the watch to `run`. Raises `BusError`."""
-        bucket = await self._bus.ensure_bucket(WORKERS_CONFIG)
-        return await bucket.watch()
+    async def open(self) -> tuple[Watch, Watch]:
+        """Begin to watch. Pass the watches to `run_workers` and `run_links`. Raises `BusError`."""
+        workers = await (await self._bus.ensure_bucket(WORKERS_CONFIG)).watch()
+        return workers, await (await self._bus.ensure_bucket(LINKS_CONFIG)).watch()
 
-    async def run(self, watch: Watch) -> None:
-        """Follow the watch until the bus is closed."""
+    async def run_workers(self, watch: Watch) -> None:
+        """Follow the watch of workers until the bus is closed."""
+        await self._run(watch, self._workers, WorkerRecord, lambda record: record.worker_id)
+
+    async def run_links(self, watch: Watch) -> None:
+        """Follow the watch of links until the bus is closed."""
+        await self._run(watch, self._links, LinkRecord, _key_of)
+
+    async def _run(self, watch: Watch, table: HeardTable[T], kind: type[T], key_of: Callable[[T], str]) -> None:
         async with watch:
             async for entry in watch:
                 match entry:
                     case Snapshot():
-                        pass  # who is not in it falls silent, and silence is judged by `WorkerTable`
+                        pass  # what is not in it falls silent, and silence is judged by `HeardTable`
                     case Entry(deleted=True):
-                        self._table.delete(entry.key)
+                        table.delete(entry.key)
                     case Entry():
-                        self._put(entry)
+                        self._put(entry, table, kind, key_of)
+
+    def _put(self, entry: Entry, table: HeardTable[T], kind: type[T], key_of: Callable[[T], str]) -> None:
+        try:
+            record = decode(entry.value, kind)
+            key = key_of(record)
+        except (CodecError, InvalidValueError) as error:
+            self._refuse(entry, kind, error)
+            return
+        if key == entry.key:
+            table.put(key, record, self._clock.monotonic())
+        else:
+            self._refuse(
+                entry, kind, InvalidValueError(field="key", value=entry.key, rule=f"{key}: what its value names")
+            )
+
+    def _refuse(self, entry: Entry, kind: type[WorkerRecord | LinkRecord], error: PdmeshError) -> None:
+        event = "worker_record_unreadable" if kind is WorkerRecord else "link_record_unreadable"
+        self._log.error(event, key=entry.key, error_code=error.code, reason=error.message)
 
     @property
     def is_connected(self) -> bool:
         """Whether the bus is there, so that the view is current."""
         return self._bus.is_connected
 
-    def workers(self) -> Mapping[str, WorkerRecord]:
-        """Return the workers that count now. While the bus is away nobody is judged."""
+    def view(self) -> MeshView:
+        """Return what counts now. While the bus is away nobody is judged."""
+        now = self._clock.monotonic()
         if self._bus.reconnects != self._reconnects:
             self._reconnects = self._bus.reconnects
-            self._table.reconnected(self._clock.monotonic())
-        return self._table.alive(self._clock.monotonic()) if self._bus.is_connected else self._table.known
+            self._workers.reconnected(now)
+            self._links.reconnected(now)
+        if not self._bus.is_connected:
+            return MeshView(self._workers.known, self._links.known)
+        return MeshView(self._workers.alive(now), self._links.alive(now))
 
     async def broker_problem(self) -> str:
         """Why the broker would not take a request now; empty when it would."""
@@ -65,12 +99,6 @@ class Fleet:
             return f"the broker does not answer: {error.message}"
         return f"{pong.broker_id} is draining" if pong.draining else ""
 
-    def _put(self, entry: Entry) -> None:
-        try:
-            record = decode(entry.value, WorkerRecord)
-        except CodecError as error:
-            self._log.error(
-                "worker_record_unreadable", worker_id=entry.key, error_code=error.code, reason=error.message
-            )
-            return
-        self._table.put(record, self._clock.monotonic())
+
+def _key_of(record: LinkRecord) -> str:
+    return link_key(record.prefill.worker_id, record.decode.worker_id)

@@ -106,7 +106,7 @@ class Generator:
             avoid=frozenset(avoid),
             turn=self.loads.next_turn(),
         )
-        route = place(self.fleet.workers(), self.loads, placing)
+        route = place(self.fleet.view(), self.loads, placing)
         handoff_id = ids.handoff_id(job.request_id, number)
         return Attempt(job=job, number=number, handoff_id=handoff_id, route=route)
 

@@ -246,9 +246,6 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         num_slots=8,
         max_sequence_tokens=1024,
         load=workers.WorkerLoad(num_free_blocks=60, num_free_slots=7, num_waiting=1, num_running=2),
-        links=(
-            workers.Link(worker_id="decode-0", incarnation="i0b", state=workers.LinkState.REFUSED, reason="block_size"),
-        ),
     ),
     workers.DescribeWorker(rank=1),
     workers.WorkerDescription(worker_id="decode-0", incarnation="i0b", num_ranks=4, manifest=MANIFEST, region=REGION),

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from common.bus.memory import MemoryServer
 from common.bus.port import Bucket, Bus, Message
-from common.bus.storage import WORKERS_CONFIG
+from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG
 from common.runtime.clock import SystemClock
 from common.runtime.lifecycle import Lifecycle, serve
 from common.runtime.metrics import Metrics
@@ -27,6 +27,7 @@ from common.worker.registration import PUT_EVERY_S
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo
+from contracts.links import LinkRecord, LinkState
 from contracts.requests import (
     Accepted,
     CancelRequest,
@@ -37,8 +38,9 @@ from contracts.requests import (
     Refused,
     SubmitRequest,
     TokenFrame,
+    WorkerRef,
 )
-from contracts.workers import Link, LinkState, WorkerLoad, WorkerRecord, WorkerRole, WorkerState
+from contracts.workers import WorkerLoad, WorkerRecord, WorkerRole, WorkerState
 from services.router import app
 from services.router.settings import RouterSettings
 
@@ -117,10 +119,15 @@ def record(worker_id: str, **fields: Any) -> WorkerRecord:
     return WorkerRecord(**(values | fields))
 
 
-def linked_pair() -> list[WorkerRecord]:
+def linked_pair() -> list[WorkerRecord | LinkRecord]:
     """One prefill worker that is linked to one decode worker."""
-    link = Link(worker_id="decode-0", incarnation="idecode-0", state=LinkState.LINKED)
-    return [record("prefill-0", links=(link,)), record("decode-0")]
+    link = LinkRecord(
+        prefill=WorkerRef(worker_id="prefill-0", incarnation="iprefill-0"),
+        decode=WorkerRef(worker_id="decode-0", incarnation="idecode-0"),
+        state=LinkState.LINKED,
+        since="2030-01-01T00:00:00+00:00",
+    )
+    return [record("prefill-0"), record("decode-0"), link]
 
 
 async def whole_answer(mesh: "Mesh", submit: SubmitRequest) -> None:
@@ -158,15 +165,15 @@ class Mesh:
         self.hold_prompts: asyncio.Event | None = None
         self._changed = asyncio.Event()
 
-    async def open(self, records: Sequence[WorkerRecord]) -> None:
-        """Listen, and register workers."""
+    async def open(self, records: Sequence[WorkerRecord | LinkRecord]) -> None:
+        """Listen, register workers, and link them."""
         calls = await self.bus.subscribe("pd.v1.rpc.>")
         hints = await self.bus.subscribe("pd.v1.cancel.>")
         self._start(self._serve(calls), name="mesh-calls")
         self._start(self._listen(hints), name="mesh-hints")
-        bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
-        await self._register(bucket, records)
-        self._start(self._stay_registered(bucket, records), name="mesh-registration")
+        buckets = (await self.bus.ensure_bucket(WORKERS_CONFIG), await self.bus.ensure_bucket(LINKS_CONFIG))
+        await self._register(*buckets, records)
+        self._start(self._stay_registered(*buckets, records), name="mesh-registration")
 
     def close(self) -> None:
         """End all that it does."""
@@ -204,15 +211,20 @@ class Mesh:
         packed = b"".join(base64.b64decode(frames[index].ids_b64) for index in sorted(frames))
         return list(array("I", packed))
 
-    async def _register(self, bucket: Bucket, records: Sequence[WorkerRecord]) -> None:
+    async def _register(self, workers: Bucket, links: Bucket, records: Sequence[WorkerRecord | LinkRecord]) -> None:
         for each in records:
-            await bucket.put(each.worker_id, encode(each))
+            if isinstance(each, WorkerRecord):
+                await workers.put(each.worker_id, encode(each))
+            else:
+                await links.put(subjects.link_key(each.prefill.worker_id, each.decode.worker_id), encode(each))
 
-    async def _stay_registered(self, bucket: Bucket, records: Sequence[WorkerRecord]) -> None:
+    async def _stay_registered(
+        self, workers: Bucket, links: Bucket, records: Sequence[WorkerRecord | LinkRecord]
+    ) -> None:
         """Do as workers do, so that a slow machine does not make them disappear."""
         while True:
             await asyncio.sleep(PUT_EVERY_S)
-            await self._register(bucket, records)
+            await self._register(workers, links, records)
 
     async def _serve(self, calls: Any) -> None:
         async for message in calls:
@@ -299,7 +311,7 @@ def overloaded(message: str = "full") -> ErrorInfo:
 async def router_world(
     tmp_path: Path,
     *,
-    records: Sequence[WorkerRecord] | None = None,
+    records: Sequence[WorkerRecord | LinkRecord] | None = None,
     buses: tuple[Bus, Bus] | None = None,
     exit_status: int = 0,
     **settings: Any,

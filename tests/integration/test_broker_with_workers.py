@@ -17,7 +17,7 @@ from common.bus.errors import BusError
 from common.bus.faults import SeededFaults
 from common.bus.memory import MemoryServer
 from common.bus.port import Bus, Subscription
-from common.bus.storage import WORKERS_CONFIG
+from common.bus.storage import LINKS_CONFIG
 from common.engine.fake import FakeEngine, fake_token
 from common.runtime.metrics import Metrics
 from common.runtime.virtual_time import VirtualClock, run_virtual
@@ -28,6 +28,7 @@ from common.worker.settings import EngineKind, WorkerSettings
 from contracts import ids, subjects
 from contracts.codec import decode, encode
 from contracts.handoff import HandoffState
+from contracts.links import LinkRecord, LinkState
 from contracts.requests import (
     Accepted,
     CancelRequest,
@@ -42,7 +43,6 @@ from contracts.requests import (
     WorkerRef,
 )
 from contracts.subjects import BrokerVerb, WorkerVerb
-from contracts.workers import WorkerRecord
 from services.broker.app import open_broker
 from services.broker.service import Broker
 from services.broker.settings import BrokerSettings
@@ -82,10 +82,10 @@ class Mesh:
             group=self.group,
             offload=inline,
         )
-        bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
+        bucket = await self.bus.ensure_bucket(LINKS_CONFIG)
         while True:
-            entry = await bucket.get("prefill-0")
-            if entry is not None and decode(entry.value, WorkerRecord).links:
+            entry = await bucket.get(subjects.link_key("prefill-0", "decode-0"))
+            if entry is not None and decode(entry.value, LinkRecord).state is LinkState.LINKED:
                 return
             await self.clock.sleep(0.1)
 

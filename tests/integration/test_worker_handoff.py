@@ -4,7 +4,6 @@ from typing import Any
 
 import msgspec
 
-from common.bus.storage import WORKERS_CONFIG
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode
@@ -19,10 +18,7 @@ from contracts.requests import (
     WorkerRef,
 )
 from contracts.subjects import WorkerVerb
-from contracts.workers import LinkState
-from services.decode.service import DecodeService
 from services.mixed.service import MixedService
-from services.prefill.service import PrefillService
 from tests.integration.worker_world import (
     EXPECTED,
     HANDOFF,
@@ -216,25 +212,6 @@ def test_commands_that_break_a_rule_are_refused_by_name() -> None:
             assert code(decode(reply.data, Refused)) is ErrorCode.PROTOCOL
         await mesh.release("decode", "decode-0")
         mesh.assert_empty()
-
-    in_mesh(scenario)
-
-
-def test_a_restarted_decode_worker_is_linked_again_and_a_foreign_one_is_refused() -> None:
-    """Links follow incarnations; a layout that cannot be planned is refused with its rule."""
-
-    async def scenario(mesh: Mesh) -> None:
-        prefill = await mesh.add(PrefillService, "prefill-0", tp=2)
-        await mesh.add(DecodeService, "decode-0")
-        await mesh.linked()
-        assert [link.state for link in prefill.links] == [LinkState.LINKED]
-        bucket = await mesh.bus.ensure_bucket(WORKERS_CONFIG)
-        entry = await bucket.get("decode-0")
-        assert entry is not None
-        await mesh.hosts[1].close()
-        await bucket.delete("decode-0")
-        await mesh.clock.sleep(3.0)
-        assert prefill.links == ()
 
     in_mesh(scenario)
 

@@ -13,13 +13,15 @@ import structlog
 
 from common.bus.memory import MemoryBus, MemoryServer
 from common.bus.port import Subscription
-from common.bus.storage import WORKERS_CONFIG
+from common.bus.storage import LINKS_CONFIG
 from common.engine.fake import FakeEngine, fake_token
 from common.engine.port import EngineError, StepResult
+from common.runtime.clock import Clock
 from common.runtime.metrics import Metrics
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.engines import start_engines
 from common.worker.host import WorkerHost
+from common.worker.replica import StartedEngine
 from common.worker.service import WorkerParts, WorkerService
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts import subjects
@@ -35,6 +37,7 @@ from contracts.handoff import (
     RunPrefill,
     TakenOver,
 )
+from contracts.links import LinkRecord, LinkState
 from contracts.rank import StepPlan
 from contracts.requests import (
     Accepted,
@@ -45,14 +48,12 @@ from contracts.requests import (
     WorkerRef,
 )
 from contracts.subjects import BrokerVerb, WorkerVerb
-from contracts.workers import WorkerRecord
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 
 HANDOFF, REQUEST = "r1-0", "r1"
 PROMPT = list(range(1, 41))
-DATA = array("I", PROMPT).tobytes()
-HASH = hashlib.sha256(DATA).hexdigest()
+HASH = hashlib.sha256(array("I", PROMPT).tobytes()).hexdigest()
 SAMPLING = SamplingParams(max_tokens=12, seed=9, temperature=0.0)
 EXPECTED = [fake_token(9, position) for position in range(len(PROMPT), len(PROMPT) + 12)]
 
@@ -86,7 +87,7 @@ class FaultyEngine(FakeEngine):
 class Mesh:
     """Workers, and what a broker and a router would hear of them."""
 
-    def __init__(self, group: asyncio.TaskGroup, clock: VirtualClock) -> None:
+    def __init__(self, group: asyncio.TaskGroup, clock: Clock) -> None:
         self.group = group
         self.clock = clock
         self.server = MemoryServer(clock)
@@ -96,6 +97,13 @@ class Mesh:
         self.heard: asyncio.Queue[PrefillFinished | TakenOver | RequestEnded] = asyncio.Queue()
         self.reports: list[PartsReport] = []
         self.frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
+        self.prompts: dict[str, tuple[int, ...]] = {}
+        """The prompts of handoffs; `PROMPT` is that of every other."""
+
+    def prompt(self, handoff: str) -> tuple[tuple[int, ...], bytes]:
+        """Token ids of a handoff's prompt, and as they are sent."""
+        ids = self.prompts.get(handoff, tuple(PROMPT))
+        return ids, array("I", ids).tobytes()
 
     async def open(self) -> None:
         """Listen as the broker and as the router."""
@@ -122,14 +130,13 @@ class Mesh:
             take(message.data)
 
     async def add(self, kind: type[WorkerService], worker_id: str, tp: int = 1, **changes: Any) -> WorkerService:
-        """Start a worker."""
+        """Start a worker of fake engines."""
         settings = WorkerSettings(worker_id=worker_id, model=Path("fake"), engine=EngineKind.FAKE, tp=tp, **changes)
-        incarnation = f"i-{worker_id}"
         engines = [
             FaultyEngine(
                 self.clock,
                 worker_id=worker_id,
-                incarnation=incarnation,
+                incarnation=f"i-{worker_id}",
                 dp_rank=dp_rank,
                 dp=settings.dp,
                 tp=tp,
@@ -139,11 +146,17 @@ class Mesh:
             )
             for dp_rank in range(settings.dp)
         ]
+        return await self.host(kind, settings, await start_engines(engines))
+
+    async def host(
+        self, kind: type[WorkerService], settings: WorkerSettings, engines: tuple[StartedEngine, ...]
+    ) -> WorkerService:
+        """Start a worker of these engines."""
         service = kind(
             WorkerParts(
                 settings=settings,
-                incarnation=incarnation,
-                engines=await start_engines(engines),
+                incarnation=f"i-{settings.worker_id}",
+                engines=engines,
                 bus=self.server.connect(),
                 clock=self.clock,
                 log=structlog.get_logger(),
@@ -153,7 +166,7 @@ class Mesh:
         )
         host = WorkerHost(service, service.bus, self.group, service.log)
         await host.open()
-        self.services[worker_id] = service
+        self.services[settings.worker_id] = service
         self.hosts.append(host)
         return service
 
@@ -164,25 +177,28 @@ class Mesh:
         reply = await self.bus.request(subjects.worker_rpc(role, worker_id, verb), encode(message))
         return decode(reply.data, kind)
 
+    async def link(self) -> LinkRecord | None:
+        """What the bus says of the two workers."""
+        bucket = await self.bus.ensure_bucket(LINKS_CONFIG)
+        entry = await bucket.get(subjects.link_key("prefill-0", "decode-0"))
+        return None if entry is None else decode(entry.value, LinkRecord)
+
     async def linked(self) -> None:
-        """Wait until the prefill worker's record says that it is linked."""
-        while True:
-            bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
-            entry = await bucket.get("prefill-0")
-            if entry is not None and decode(entry.value, WorkerRecord).links:
-                return
+        """Wait until the bus says that the two workers are linked."""
+        while (link := await self.link()) is None or link.state is not LinkState.LINKED:
             await self.clock.sleep(0.1)
 
     async def send_prompt(self, role: str, worker_id: str, handoff: str = HANDOFF) -> None:
         """Send the prompt as the router does."""
+        ids, data = self.prompt(handoff)
         frame = PromptFrame(
             handoff_id=handoff,
             index=0,
             num_frames=1,
-            num_prompt_tokens=len(PROMPT),
-            prompt_hash=HASH,
+            num_prompt_tokens=len(ids),
+            prompt_hash=hashlib.sha256(data).hexdigest(),
             timeout_ms=60_000,
-            ids_b64=base64.b64encode(DATA).decode(),
+            ids_b64=base64.b64encode(data).decode(),
         )
         assert await self.ask(role, worker_id, WorkerVerb.PROMPT, frame) == Accepted(handoff_id=handoff)
 
@@ -196,7 +212,7 @@ class Mesh:
             incarnation="i-decode-0",
             source=WorkerRef(worker_id="prefill-0", incarnation="i-prefill-0"),
             fence=1,
-            num_prompt_tokens=len(PROMPT),
+            num_prompt_tokens=len(self.prompt(handoff)[0]),
             sampling=sampling,
             timeout_ms=60_000,
         )
@@ -204,6 +220,7 @@ class Mesh:
 
     async def run(self, reserved: Reserved, **changes: Any) -> Any:
         """Ask for the prefill as the broker does."""
+        ids, data = self.prompt(reserved.handoff_id)
         values: dict[str, Any] = {
             "handoff_id": reserved.handoff_id,
             "request_id": request_of(reserved.handoff_id),
@@ -211,8 +228,8 @@ class Mesh:
             "router_id": "router-0",
             "incarnation": "i-prefill-0",
             "fence": 1,
-            "num_prompt_tokens": len(PROMPT),
-            "prompt_hash": HASH,
+            "num_prompt_tokens": len(ids),
+            "prompt_hash": hashlib.sha256(data).hexdigest(),
             "sampling": SAMPLING,
             "timeout_ms": 60_000,
             "grant": reserved.grant,

@@ -1,11 +1,12 @@
 """Where a request goes: a linked pair of a prefill and a decode worker, or a mixed worker."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.requests import DisaggregatedRoute, MixedRoute, Route, WorkerRef
-from contracts.workers import Link, LinkState, WorkerRecord, WorkerRole, WorkerState
+from contracts.workers import WorkerRecord, WorkerRole, WorkerState
+from services.router.core.mesh_view import MeshView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,40 +93,35 @@ def workers_of(route: Route) -> tuple[WorkerRef, ...]:
             return (mixed,)
 
 
-def candidates(records: Mapping[str, WorkerRecord], *, model: str) -> Iterator[Candidate]:
-    """Yield every complete way through the mesh, whatever its load, in the order of worker ids."""
-    usable = [records[key] for key in sorted(records) if _usable(records[key], model)]
-    decodes = {worker.worker_id: worker for worker in usable if worker.role is WorkerRole.DECODE}
-    for worker in usable:
-        match worker.role:
-            case WorkerRole.MIXED:
-                yield Candidate(MixedRoute(mixed=ref_of(worker)), (worker,))
-            case WorkerRole.PREFILL:
-                for link in worker.links:
-                    decode = decodes.get(link.worker_id)
-                    if link.state is LinkState.LINKED and decode and decode.incarnation == link.incarnation:
-                        route = DisaggregatedRoute(prefill=ref_of(worker), decode=ref_of(decode))
-                        yield Candidate(route, (worker, decode))
-            case WorkerRole.DECODE:
-                pass
+def candidates(view: MeshView, *, model: str) -> Iterator[Candidate]:
+    """Yield every complete way through the mesh, whatever its load: mixed workers, then pairs, each in the order of ids."""
+    usable = {key: view.workers[key] for key in sorted(view.workers) if _usable(view.workers[key], model)}
+    for worker in usable.values():
+        if worker.role is WorkerRole.MIXED:
+            yield Candidate(MixedRoute(mixed=ref_of(worker)), (worker,))
+    for key in sorted(view.links):
+        link = view.links[key]
+        prefill, decode = usable.get(link.prefill.worker_id), usable.get(link.decode.worker_id)
+        if prefill is None or decode is None or not view.is_linked(prefill, decode):
+            continue
+        if prefill.role is WorkerRole.PREFILL and decode.role is WorkerRole.DECODE:
+            yield Candidate(DisaggregatedRoute(prefill=ref_of(prefill), decode=ref_of(decode)), (prefill, decode))
 
 
-def largest_sequence(records: Mapping[str, WorkerRecord], *, model: str) -> int | None:
+def largest_sequence(view: MeshView, *, model: str) -> int | None:
     """Return the most tokens, prompt and answer together, that any way serves; None if there is no way at all."""
-    return max((each.max_sequence_tokens for each in candidates(records, model=model)), default=None)
+    return max((each.max_sequence_tokens for each in candidates(view, model=model)), default=None)
 
 
-def place(records: Mapping[str, WorkerRecord], loads: Loads, placing: Placing) -> Route:
+def place(view: MeshView, loads: Loads, placing: Placing) -> Route:
     """Return the least loaded way that the request fits into.
 
     Ways with room for it now go before full ones, ways without avoided workers before those. Raises `PdmeshError`:
     `no_route` with what is missing, or `prompt_too_long` if no way can ever hold it.
     """
-    ways = list(candidates(records, model=placing.model))
+    ways = list(candidates(view, model=placing.model))
     if not ways:
-        raise PdmeshError(
-            f"no worker can take the request: {why_no_way(records, placing.model)}", code=ErrorCode.NO_ROUTE
-        )
+        raise PdmeshError(f"no worker can take the request: {why_no_way(view, placing.model)}", code=ErrorCode.NO_ROUTE)
     fitting = [way for way in ways if way.fits(placing.num_prompt_tokens, placing.max_tokens)]
     if not fitting:
         most = max(way.max_sequence_tokens for way in ways)
@@ -141,30 +137,28 @@ def place(records: Mapping[str, WorkerRecord], loads: Loads, placing: Placing) -
     return min(ranked, key=lambda each: _rank(each[0], each[1], loads, placing))[0].route
 
 
-def why_no_way(records: Mapping[str, WorkerRecord], model: str) -> str:
+def why_no_way(view: MeshView, model: str) -> str:
     """Say in words what a complete way lacks."""
     reasons: list[str] = []
-    for key in sorted(records):
-        worker = records[key]
+    usable: dict[WorkerRole, list[WorkerRecord]] = {role: [] for role in WorkerRole}
+    for key in sorted(view.workers):
+        worker = view.workers[key]
         if worker.model != model:
             reasons.append(f"{key} serves {worker.model!r}, not {model!r}")
         elif worker.state is not WorkerState.READY:
             reasons.append(f"{key} is {worker.state}")
-    roles = {worker.role for worker in records.values() if _usable(worker, model)}
-    if {WorkerRole.PREFILL, WorkerRole.DECODE} <= roles:
-        for key in sorted(records):
-            reasons += [f"{key} has refused {link.worker_id}: {link.reason}" for link in _refusals(records[key])]
+        else:
+            usable[worker.role].append(worker)
+    prefills, decodes = usable[WorkerRole.PREFILL], usable[WorkerRole.DECODE]
+    if prefills and decodes:
+        problems = (view.link_problem(prefill, decode) for prefill in prefills for decode in decodes)
+        reasons += [problem for problem in problems if problem]
         reasons.append("no prefill worker is linked to a decode worker")
-    elif roles:
-        missing = WorkerRole.DECODE if WorkerRole.PREFILL in roles else WorkerRole.PREFILL
-        reasons.append(f"no {missing} worker is ready")
+    elif prefills or decodes:
+        reasons.append(f"no {WorkerRole.DECODE if prefills else WorkerRole.PREFILL} worker is ready")
     else:
         reasons.append("no worker is ready")
     return "; ".join(reasons)
-
-
-def _refusals(record: WorkerRecord) -> list[Link]:
-    return [link for link in record.links if link.state is LinkState.REFUSED]
 
 
 def _usable(record: WorkerRecord, model: str) -> bool:

@@ -1,0 +1,1 @@
+"""What a prefill worker decides, as pure functions."""
