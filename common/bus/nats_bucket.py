@@ -87,6 +87,8 @@ class NatsBucket:
                     if not entry.deleted:
                         found.add(entry.key)
                     waiting = read.num_pending
+        except NotStored as error:
+            raise self._missing() from error
         except ReaderBroken as error:
             raise BusUnavailable(f"{self._name}: keys were not read to the end: {error}", maybe_done=False) from error
         return sorted(found)
@@ -98,7 +100,10 @@ class NatsBucket:
 
     async def epoch(self) -> str:
         """See `port.Bucket.epoch`: the moment at which the stream was created."""
-        return str((await self._jetstream.info(self._stream))["created"])
+        try:
+            return str((await self._jetstream.info(self._stream))["created"])
+        except NotStored as error:
+            raise self._missing() from error
 
     def read(self, pattern: str, *, headers_only: bool = False) -> Reader:
         """Return a pass over the last entries of the keys that match, and what follows."""
@@ -114,8 +119,14 @@ class NatsBucket:
     async def _last(self, key: str) -> Entry | None:
         try:
             return self.entry_of(await self._jetstream.last_message(self._stream, f"{self._prefix}{key}"))
-        except NotStored:
+        except NotStored as error:
+            if error.is_stream:
+                raise self._missing() from error
             return None
+
+    def _missing(self) -> BusUnavailable:
+        """After the loss of a store: the bucket comes back by itself, and nobody should think meanwhile that it is empty."""
+        return BusUnavailable(f"{self._name}: there is no such bucket now", maybe_done=False)
 
     async def _write(self, key: str, value: bytes, *, last: int | None, headers: Headers | None = None) -> int:
         check_key(key)

@@ -23,11 +23,17 @@ _DEFAULT_DUPLICATE_WINDOW_S: Final = 120.0
 
 _WRONG_LAST_SEQUENCE: Final = (10071, 10164)
 _NAME_IN_USE: Final = 10058
+_NO_STREAM: Final = 10059
 _TEMPORARY: Final = frozenset({503})
 
 
 class NotStored(BusError):  # noqa: N818 - a state, like its siblings in `errors`
     """There is no such message, stream or consumer."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is the stream itself that does not exist."""
+        return self.param == str(_NO_STREAM)
 
 
 class JetStream:
@@ -151,7 +157,7 @@ def _checked(what: str, answer: dict[str, Any]) -> dict[str, Any]:
     if detail in _WRONG_LAST_SEQUENCE:
         raise RevisionConflict(text)
     if code == 404:
-        raise NotStored(text)
+        raise NotStored(text, param=str(detail))
     if code in _TEMPORARY:
         raise BusUnavailable(text, maybe_done=True)
     raise StorageRefused(text, param=str(detail))

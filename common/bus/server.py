@@ -6,6 +6,7 @@ For the launcher and for tests. In production the server is somebody else's, and
 import http.client
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import signal
@@ -162,8 +163,10 @@ class NatsServer:
             self._process = None
 
     def freeze(self) -> None:
-        """Stop it as it is: its connections stand, and nothing is answered until `thaw`. It must run."""
-        self._running().send_signal(signal.SIGSTOP)
+        """Stop it as it is: when this returns, its connections stand, and nothing is done until `thaw`. It must run."""
+        process = self._running()
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         """Let it go on: it first does what was sent meanwhile. Twice is fine."""
