@@ -1,0 +1,100 @@
+"""Hazards that end processes, or are told by their end: a client that is closed for good, and a peer that was killed.
+
+Which hazard is tested where: see the table in `test_bus_hazards.py`.
+"""
+
+import asyncio
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.bus.errors import BusError, NoResponders
+from common.bus.port import Bus
+from common.bus.server import NatsServer
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.requests import Ping, Pong
+from contracts.subjects import BrokerVerb
+from tests.contract.bus_proxy import proxied
+from tests.contract.bus_world import PATIENCE_S, open_nats, soon
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTITION = 77
+PING = subjects.broker_rpc(BrokerVerb.PING, PARTITION)
+
+
+@asynccontextmanager
+async def broker_process(url: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a broker as users do; whatever happens, it is gone afterwards."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "services.broker", "--set", f"nats_url={url}", "--set", f"partition={PARTITION}"),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def until_it_answers(bus: Bus) -> Pong:
+    """Ask the broker until it is there."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return decode((await bus.request(PING, encode(Ping()), timeout=1.0)).data, Pong)
+            except BusError:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_service_whose_connection_is_closed_for_good_ends_with_an_error(nats_server: NatsServer) -> None:
+    """Hazard 5: the library gives up on a protocol error and never comes back. The process says why, and exits with 1."""
+    async with (
+        proxied(nats_server.url) as line,
+        open_nats(nats_server.url) as bus,
+        broker_process(line.url) as process,
+    ):
+        await until_it_answers(bus)
+        assert line.tell_clients(b"-ERR 'Invalid Client Protocol'\r\n") == 1
+        _, log = await soon(process.communicate())
+        assert process.returncode == 1
+        assert b"ended for good" in log
+        assert b"invalid client protocol" in log.lower()
+
+
+async def test_a_killed_peer_is_told_by_the_lack_of_responders(nats_server: NatsServer) -> None:
+    """Hazard 15: no timeout is waited for once the server has seen the process go."""
+    async with open_nats(nats_server.url) as bus, broker_process(nats_server.url) as process:
+        await until_it_answers(bus)
+        process.kill()
+        await soon(process.wait())
+
+        async def until_nobody_responds() -> None:
+            while True:
+                try:
+                    await bus.request(PING, encode(Ping()), timeout=0.5)  # the server may not have seen it yet
+                except NoResponders:
+                    return
+                except BusError:
+                    continue
+
+        await soon(until_nobody_responds())
+        with pytest.raises(NoResponders):
+            await soon(bus.request(PING, encode(Ping()), timeout=3600))
+
+
+def test_every_service_ends_when_its_connection_is_closed_for_good() -> None:
+    """Hazard 5: each root that connects a service hands over what ends the process."""
+    roots = [path for path in sorted((ROOT / "services").glob("*/app.py")) if "NatsBus.connect(" in path.read_text()]
+    roots.append(ROOT / "common" / "worker" / "app.py")
+    assert [path.parent.name for path in roots] == ["broker", "router", "worker"]
+    for path in roots:
+        (call,) = re.findall(r"NatsBus\.connect\((.*?)\n    \)", path.read_text(), re.DOTALL)
+        assert "on_closed=lifecycle.fail" in call, path
