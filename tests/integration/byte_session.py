@@ -1,0 +1,204 @@
+"""Sequences on their way from one engine to another, step by step, with the bytes of both sides in view."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.layout.ranges import RangeSet
+from contracts.handoff import Grant
+from contracts.manifest import Namespace, RankManifest, Role
+from contracts.rank import BindSequence, PushOutcome, PushTarget, StepItem
+from contracts.requests import SamplingParams
+from tests.integration.cache_bytes import Gathered, Held, Memories, gather, poison, untouched
+from tests.integration.handoff_pairs import BLOCK_SIZE, CHUNK, DEADLINE_S, NUM_BLOCKS, NUM_SLOTS, PartKey, Worker
+
+NUM_DECODED = 8
+"""Tokens that are reserved behind each prompt."""
+
+
+@dataclass(kw_only=True)
+class Travelling:
+    """One sequence, and where each side keeps it."""
+
+    seq: int
+    prompt: tuple[int, ...]
+    here: Held
+    there: Held
+    grant: Grant
+    done: int = 0
+    num_decoded: int = 0
+    first_token: int | None = None
+
+    @property
+    def handoff_id(self) -> str:
+        """The handoff's name."""
+        return f"h{self.seq}"
+
+
+@dataclass(kw_only=True)
+class _Free:
+    """Blocks and slots of one side in an order that only looks like none."""
+
+    blocks: list[int]
+    slots: list[int]
+
+    @classmethod
+    def shuffled(cls, seed: int) -> _Free:
+        """All of a worker's memory."""
+        free = cls(blocks=list(range(NUM_BLOCKS)), slots=list(range(NUM_SLOTS)))
+        order = random.Random(seed)
+        order.shuffle(free.blocks)
+        order.shuffle(free.slots)
+        return free
+
+    def take(self, num_tokens: int, num_prompt_tokens: int) -> tuple[tuple[int, ...], Held]:
+        """Blocks for `num_tokens` tokens, and what of them the prompt fills."""
+        ids = tuple(self.blocks.pop() for _ in range(-(-num_tokens // BLOCK_SIZE)))
+        return ids, Held(block_ids=ids, slot=self.slots.pop(), num_tokens=num_prompt_tokens)
+
+
+@dataclass(kw_only=True)
+class ByteSession:
+    """Some handoffs from `source` to `destination`, which must be linked. Leave with `end`."""
+
+    source: Worker
+    destination: Worker
+    memories: Memories
+    _travelling: list[Travelling] = field(default_factory=list)
+    _done: dict[tuple[str, PartKey], RangeSet] = field(default_factory=dict)
+    _here: _Free = field(default_factory=lambda: _Free.shuffled(1))
+    _there: _Free = field(default_factory=lambda: _Free.shuffled(2))
+
+    def __post_init__(self) -> None:
+        poison(self.memories.of(self.destination.name))
+
+    async def reserve(self, prompt: Sequence[int]) -> Travelling:
+        """Set memory aside for a prompt on both sides; the destination's caches are poison until something is pushed."""
+        seq = len(self._travelling) + 1
+        length = len(prompt)
+        ids, there = self._there.take(length + NUM_DECODED, length)
+        own, here = self._here.take(length, length)
+        worker = self.destination
+        grant = Grant(
+            worker_id=worker.name,
+            incarnation=worker.ref.incarnation,
+            generation=worker.next_generation(),
+            block_ids=ids,
+            slot=there.slot,
+        )
+        made = Travelling(seq=seq, prompt=tuple(prompt), here=here, there=there, grant=grant)
+        sampling = SamplingParams(max_tokens=NUM_DECODED, seed=1, temperature=0.0, ignore_eos=True)
+        for side, block_ids, slot, generation, push in (
+            (worker, ids, there.slot, grant.generation, None),
+            (self.source, own, here.slot, self.source.next_generation(), PushTarget(grant=grant, num_cached_tokens=0)),
+        ):
+            await side.group.bind(
+                BindSequence(
+                    seq=seq,
+                    handoff_id=made.handoff_id,
+                    generation=generation,
+                    block_ids=block_ids,
+                    slot=slot,
+                    num_prompt_tokens=length,
+                    sampling=sampling,
+                    push=push,
+                )
+            )
+        self._travelling.append(made)
+        return made
+
+    async def prefill_step(self, *batch: Travelling) -> None:
+        """Compute the next chunk of each sequence in one step."""
+        items = []
+        for each in batch:
+            piece = each.prompt[each.done : each.done + CHUNK]
+            last = each.done + len(piece) == len(each.prompt)
+            items.append(
+                StepItem(
+                    seq=each.seq,
+                    start=each.done,
+                    num_tokens=len(piece),
+                    token_ids=piece,
+                    sample=last,
+                    last_chunk=last,
+                )
+            )
+            each.done += len(piece)
+        tokens = await self.source.run(items)
+        for each in batch:
+            each.first_token = tokens.get(each.seq)
+
+    async def prefill(self, *batch: Travelling) -> None:
+        """Compute some prompts side by side to their ends."""
+        while unfinished := [each for each in batch if each.done < len(each.prompt)]:
+            await self.prefill_step(*unfinished)
+
+    async def arrived(self, *wanted: Travelling) -> None:
+        """Wait until everything of these sequences has been reported, each token once."""
+        planned = self.source.plans[self.destination.name].parts
+        owed: dict[tuple[str, PartKey], int] = {}
+        for each in wanted:
+            for part in planned:
+                key = (part.namespace, part.role, part.layer, part.src_rank, part.dst_rank)
+                owed[each.handoff_id, key] = 1 if part.role in {Role.CONV, Role.SSM} else len(each.prompt)
+        async with asyncio.timeout(DEADLINE_S):
+            while not all(self._done.get(key, RangeSet()).tiles(0, end) for key, end in owed.items()):
+                push = await self.source.group.next_push()
+                assert push.outcome is PushOutcome.DONE, push.reason
+                part_key = (push.namespace, push.role, push.layer, push.rank, push.destination_rank)
+                held = self._done.get((push.handoff_id, part_key), RangeSet())
+                assert not held.overlaps(push.start, push.end)
+                self._done[push.handoff_id, part_key] = held.add(push.start, push.end)
+
+    async def decode(self, each: Travelling, count: int) -> tuple[int, ...]:
+        """Take a sequence over: `count` tokens after the one that prefill has chosen."""
+        tokens: list[int] = []
+        for position in range(count):
+            given = (each.first_token,) if position == 0 and each.first_token is not None else ()
+            item = StepItem(seq=each.seq, start=len(each.prompt) + position, num_tokens=1, token_ids=given, sample=True)
+            tokens.append((await self.destination.run([item]))[each.seq])
+            each.num_decoded += 1
+        return tuple(tokens)
+
+    def sent(self, each: Travelling) -> Gathered:
+        """What the source holds of a sequence, unsharded."""
+        return gather(_manifests(self.source), self.memories.of(self.source.name), each.here)
+
+    def received(self, each: Travelling) -> Gathered:
+        """What the destination holds of it, unsharded."""
+        return gather(_manifests(self.destination), self.memories.of(self.destination.name), each.there)
+
+    def nothing_else_written(self) -> bool:
+        """Whether all of the destination's memory but the granted slots, and the tokens that there are, is still poison."""
+        helds = [
+            Held(block_ids=e.grant.block_ids, slot=e.grant.slot, num_tokens=len(e.prompt) + e.num_decoded)
+            for e in self._travelling
+        ]
+        return untouched(_manifests(self.destination), self.memories.of(self.destination.name), helds)
+
+    async def end(self) -> None:
+        """Give all memory back on both sides."""
+        seqs = tuple(each.seq for each in self._travelling)
+        for worker in (self.source, self.destination):
+            assert await worker.group.release(seqs, worker.next_generation(), 5000) == frozenset()
+
+
+def paged(found: Gathered) -> Gathered:
+    """Keys and values alone: what decoding adds to, and never changes."""
+    return {key: data for key, data in found.items() if key.role in {Role.KEY, Role.VALUE}}
+
+
+def layers_of(found: Gathered) -> dict[Role, set[int]]:
+    """Which layers of the target are there, by role."""
+    layers: dict[Role, set[int]] = {}
+    for key in found:
+        assert key.namespace is Namespace.TARGET
+        layers.setdefault(key.role, set()).add(key.layer)
+    return layers
+
+
+def _manifests(worker: Worker) -> list[RankManifest]:
+    return [rank.manifest for rank in worker.info.ranks]
