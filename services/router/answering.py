@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from common.runtime.trace import current_trace
 from contracts.errors import ErrorInfo
 from contracts.openai import Usage
+from contracts.trace import TRACEPARENT
 from services.router.core.answers import DONE, AnswerWriter, ChoicePiece, error_body, event
 from services.router.core.parameters import Ask
 from services.router.core.usage import UsageMeter
 from services.router.generation import Progress
 from services.router.http_errors import REQUEST_ID, REQUEST_ID_KEY
+from services.router.interruption import SlowReaderError
 
 _LAST_WORD_S: Final = 2.0
 
@@ -42,19 +47,26 @@ class Answer(Protocol):
 
 
 class StreamedAnswer:
-    """Server-sent events. Nothing is sent before the first token, so that a refusal still has a status of its own."""
+    """Server-sent events. Nothing is sent before the first token, so that a refusal still has a status of its own.
 
-    def __init__(self, request: web.Request, writer: AnswerWriter, ask: Ask, meter: UsageMeter) -> None:
+    A write that waits `slow_reader_s` for the client raises `SlowReaderError`.
+    """
+
+    def __init__(
+        self, request: web.Request, writer: AnswerWriter, ask: Ask, meter: UsageMeter, *, slow_reader_s: float
+    ) -> None:
         self._request = request
         self._writer = writer
         self._ask = ask
         self._meter = meter
+        self._slow_reader_s = slow_reader_s
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
                 REQUEST_ID: request[REQUEST_ID_KEY],
+                **_trace_header(),
             }
         )
         self._begun: set[int] = set()
@@ -79,23 +91,40 @@ class StreamedAnswer:
 
     async def finish(self) -> web.StreamResponse:
         """See `Answer.finish`."""
-        if self._ask.include_usage:
-            await self._write(self._writer.usage_chunk(self._meter.usage))
-        await self._write(DONE)
-        await self._response.write_eof()
+        try:
+            if self._ask.include_usage:
+                await self._write(self._writer.usage_chunk(self._meter.usage))
+            await self._write(DONE)
+            async with self._patience():
+                await self._response.write_eof()
+        except SlowReaderError:
+            self._cut()
+            raise
         return self._response
 
     async def fail(self, error: ErrorInfo) -> web.StreamResponse:
         """See `Answer.fail`. A client that does not read is cut off."""
-        transport = self._request.transport
+        self._response.force_close()
         try:
-            async with asyncio.timeout(_LAST_WORD_S):
+            async with asyncio.timeout(min(_LAST_WORD_S, self._slow_reader_s / 2)):
                 await self._response.write(event(error_body(error)) + DONE)
                 await self._response.write_eof()
         except TimeoutError:
-            if transport is not None:
-                transport.abort()
+            self._cut()
         return self._response
+
+    def _cut(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    @asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._slow_reader_s):
+                yield
+        except TimeoutError:
+            text = f"the client does not read: its answer has waited for {self._slow_reader_s:g} s"
+            raise SlowReaderError(text) from None
 
     def _usage(self) -> Usage | UnsetType | None:
         if self._ask.continuous_usage:
@@ -106,7 +135,13 @@ class StreamedAnswer:
         async with self._writing:
             if not self._response.prepared:
                 await self._response.prepare(self._request)
-            await self._response.write(data)
+            async with self._patience():
+                await self._response.write(data)
+
+
+def _trace_header() -> Mapping[str, str]:
+    trace = current_trace()
+    return {} if trace is None else {TRACEPARENT: trace.traceparent}
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from common.runtime.lifecycle import Lifecycle, Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
 from services.router.admission import Admission
+from services.router.body_reader import BodyReader
 from services.router.completing import Completer
 from services.router.core.placement import Loads
 from services.router.core.retry import RetryPolicy
@@ -26,6 +27,7 @@ from services.router.endpoints import Endpoints
 from services.router.fleet import Fleet
 from services.router.generation import Generator
 from services.router.http_errors import error_middleware
+from services.router.listener import Listener
 from services.router.metrics import RouterMetrics
 from services.router.model_directory import load_model
 from services.router.settings import RouterSettings
@@ -118,6 +120,7 @@ async def start(
         tokenizing=tokenizing,
         fleet=fleet,
         admission=admission,
+        bodies=BodyReader(settings),
         completer=Completer(
             settings=settings,
             model=model,
@@ -138,10 +141,12 @@ async def start(
     lifecycle.on_close("http", runner.cleanup)
     lifecycle.on_close("cancels", _closing(canceller.close))
     await runner.setup()
-    site = web.TCPSite(runner, settings.host, settings.port)
-    await site.start()
-    port = int(runner.addresses[0][1])
-    lifecycle.on_drain("requests", lambda: _drain(settings.drain_timeout_s, site, admission, cancels, clock))
+    if runner.server is None:
+        raise AssertionError("a runner that was set up has a server")
+    listener = Listener(runner.server, settings, metrics, log)
+    lifecycle.on_close("listener", listener.stop)
+    port = await listener.open()
+    lifecycle.on_drain("requests", lambda: _drain(settings.drain_timeout_s, listener, admission, cancels, clock))
     log.info("router_listening", host=settings.host, port=port, model=model.name)
     return port
 
@@ -157,11 +162,11 @@ def _runner(settings: RouterSettings, routes: Sequence[web.RouteDef], log: Log) 
 
 
 async def _drain(
-    drain_timeout_s: float, site: web.TCPSite, admission: Admission, cancels: BoundedTasks, clock: Clock
+    drain_timeout_s: float, listener: Listener, admission: Admission, cancels: BoundedTasks, clock: Clock
 ) -> None:
     """Take no more requests, let streams finish, end those that take too long with an error, let cancels be heard."""
     admission.draining = True
-    await site.stop()
+    await listener.stop()
     last_words_s = drain_timeout_s * _LAST_WORDS_SHARE_OF_DRAIN
     if not await admission.drain(Deadline.after(clock, drain_timeout_s * _STREAMS_SHARE_OF_DRAIN)):
         admission.interrupt_all()

@@ -24,7 +24,7 @@ from services.router.dispatch import Job
 from services.router.fleet import Fleet
 from services.router.generation import Generator, Progress
 from services.router.http_errors import REQUEST_ID_KEY
-from services.router.interruption import Interruptible
+from services.router.interruption import Interruptible, SlowReaderError
 from services.router.metrics import RouterMetrics
 from services.router.model_directory import Model
 from services.router.settings import RouterSettings
@@ -111,7 +111,7 @@ class Completer:
             return_token_ids=ask.return_token_ids,
         )
         answer: Answer = (
-            StreamedAnswer(request, writer, ask, meter)
+            StreamedAnswer(request, writer, ask, meter, slow_reader_s=self.settings.slow_reader_s)
             if ask.stream
             else CollectedAnswer(writer, meter, num_choices=len(jobs))
         )
@@ -139,8 +139,12 @@ class Completer:
             return await self._failed(answer, error, outcome)
         except BaseExceptionGroup as group_error:
             return await self._failed(answer, self._reason(group_error, scope), outcome)
+        try:
+            response = await answer.finish()
+        except SlowReaderError as error:
+            return await self._failed(answer, error, outcome)
         outcome.status = "200"
-        return await answer.finish()
+        return response
 
     def _jobs(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> list[Job]:
         """Expand prompts and `n` into requests of ours. Raises `PdmeshError` for what fits nowhere."""
@@ -179,6 +183,8 @@ class Completer:
         if not answer.begun:
             raise error
         outcome.fail(error)
+        if isinstance(error, SlowReaderError):
+            self.metrics.slow_readers.inc()
         return await answer.fail(error.info)
 
     def _reason(self, group: BaseExceptionGroup[BaseException], scope: Interruptible) -> PdmeshError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,6 +25,7 @@ from contracts.openai import (
     TokenizeRequest,
 )
 from services.router.admission import Admission
+from services.router.body_reader import BodyReader
 from services.router.completing import Completer
 from services.router.core.answers import body
 from services.router.core.bodies import decode_body
@@ -49,6 +49,7 @@ class Endpoints:
     tokenizing: Tokenizing
     fleet: Fleet
     admission: Admission
+    bodies: BodyReader
     completer: Completer
     lifecycle: Lifecycle
     admin: AdminRoutes
@@ -158,19 +159,8 @@ class Endpoints:
         return self.clock.monotonic(), asked
 
     async def _read(self, request: web.Request, kind: type[T]) -> T:
-        try:
-            async with asyncio.timeout(self.settings.body_timeout_s):
-                data = await request.read()
-        except TimeoutError:
-            message = f"body: it did not come within {self.settings.body_timeout_s:g} s"
-            raise PdmeshError(message, code=ErrorCode.DEADLINE_EXCEEDED) from None
-        except web.RequestPayloadError as error:
-            coding = request.headers.get("Content-Encoding", "identity")[:40]
-            message = (
-                f"body: it is not what its headers say; the rule is: whole, and in the Content-Encoding {coding!r}"
-            )
-            raise PdmeshError(message, code=ErrorCode.INVALID_REQUEST) from error
-        return decode_body(data, kind)
+        async with self.bodies.read(request) as data:
+            return decode_body(data, kind)
 
 
 def _json(answer: msgspec.Struct) -> web.Response:

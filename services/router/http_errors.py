@@ -17,6 +17,7 @@ REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._:/+=-]")
 _MAX_REQUEST_ID_CHARS: Final = 128
+_MAX_SHOWN_CHARS: Final = 200
 
 
 def client_request_id(request: web.Request) -> str:
@@ -49,7 +50,7 @@ def error_middleware(log: Log, *, retry_after_s: int) -> Middleware:
         except PdmeshError as error:
             response = error_response(error.info, retry_after_s=retry_after_s)
         except web.HTTPException as error:
-            response = _translated(request, error)
+            response = translated(request, error)
         except ConnectionResetError:
             raise  # the client has gone: nobody reads an answer
         except Exception as error:
@@ -66,12 +67,12 @@ def error_middleware(log: Log, *, retry_after_s: int) -> Middleware:
     return answer_errors
 
 
-def _translated(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
-    """Return aiohttp's own refusals (no such path, no such method, body too large) in our form."""
+def translated(request: web.BaseRequest, error: web.HTTPException) -> web.StreamResponse:
+    """Return aiohttp's own refusals (no such path, no such method, an expectation of the client's) in our form."""
     if error.status < 400:
         raise error
     code = ErrorCode.BODY_TOO_LARGE if error.status == 413 else ErrorCode.INVALID_REQUEST
-    message = f"{request.method} {request.path}: {error.reason}"
+    message = f"{request.method[:_MAX_SHOWN_CHARS]} {request.path[:_MAX_SHOWN_CHARS]}: {error.reason}"
     info = ErrorInfo(code=code, message=message)
     headers = {name: value for name, value in error.headers.items() if name == "Allow"}
     return web.Response(

@@ -8,6 +8,12 @@ from common.runtime.clock import Deadline
 from contracts.errors import ErrorCode, PdmeshError
 
 
+class SlowReaderError(PdmeshError):
+    """The client does not read its answer: what waits for it has reached its bound, or has waited too long."""
+
+    code = ErrorCode.CANCELLED
+
+
 class Interruptible:
     """An async context that ends by its deadline with `PdmeshError` (`deadline_exceeded`), or at once when interrupted."""
 

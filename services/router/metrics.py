@@ -14,6 +14,19 @@ class RouterMetrics:
         self.attempts = metrics.counter("router_attempts_total", "Attempts that were sent out.")
         self.retries = metrics.counter("router_retries_total", "Attempts that followed a failed one.", ("code",))
         self.cancels = metrics.counter("router_cancels_total", "Attempts that were taken back.")
+        self.connections = metrics.gauge("router_connections", "Connections of clients that are open.")
+        self.unsent_bytes = metrics.gauge(
+            "router_unsent_bytes", "What was written to clients and waits in our buffers."
+        )
+        self.connections_refused = metrics.counter(
+            "router_connections_refused_total", "Connections that were one too many."
+        )
+        self.malformed_requests = metrics.counter(
+            "router_malformed_requests_total", "What clients sent that was no HTTP request."
+        )
+        self.slow_readers = metrics.counter(
+            "router_slow_readers_total", "Answers that were broken off because the client did not read them."
+        )
         self.prompt_tokens = metrics.counter("router_prompt_tokens_total", "Prompt tokens of accepted requests.")
         self.tokens = metrics.counter("router_generated_tokens_total", "Tokens that were delivered to clients.")
         self.prepare = metrics.histogram(

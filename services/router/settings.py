@@ -25,9 +25,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     A request without a length of its own gets `default_max_tokens`, or what fits if that is less. It ends within
     `request_timeout_s`, whatever happens. At most `max_concurrent_requests` are under way, counted by choices, and one
-    HTTP request has at most `max_choices`. A stream whose client does not read is ended once `max_waiting_frames` of one
-    choice wait for it. A call to a worker or to the broker is repeated after `call_timeout_s`; a failed attempt is followed
-    by others, `max_attempts` in all, after delays from `retry_delay_s` up to `max_retry_delay_s`.
+    HTTP request has at most `max_choices`. At most `max_connections` are open, and one on which no whole request head
+    arrives for `idle_timeout_s` is closed. A body has `body_timeout_s` and `max_body_bytes`, all bodies that are being read
+    together `max_bodies_bytes`. A stream whose client does not read is ended once `max_waiting_frames` of one choice wait
+    for it, or once the buffers between have been full for `slow_reader_s`. A call to a worker or to the broker is
+    repeated after `call_timeout_s`; a failed attempt is followed by others, `max_attempts` in all, after delays from
+    `retry_delay_s` up to `max_retry_delay_s`.
     """
 
     model: Path
@@ -41,9 +44,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: Seconds = 600.0
     body_timeout_s: Seconds = 60.0
     max_body_bytes: Count = 8 * 1024 * 1024
+    max_bodies_bytes: Count = 128 * 1024 * 1024
+    max_connections: Count = 2048
+    idle_timeout_s: Seconds = 75.0
     max_concurrent_requests: Count = 512
     max_choices: Count = 128
     max_waiting_frames: Count = 1024
+    slow_reader_s: Seconds = 30.0
     call_timeout_s: Seconds = 2.0
     cancel_timeout_s: Seconds = 5.0
     max_attempts: Count = 4
@@ -66,6 +73,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_choices > self.max_concurrent_requests:
             rule = f"at most max_concurrent_requests = {self.max_concurrent_requests}"
             problems.append(SettingsProblem(key="max_choices", value=str(self.max_choices), rule=rule))
+        if self.max_body_bytes > self.max_bodies_bytes:
+            rule = f"at most max_bodies_bytes = {self.max_bodies_bytes}"
+            problems.append(SettingsProblem(key="max_body_bytes", value=str(self.max_body_bytes), rule=rule))
         if problems:
             raise SettingsError(problems)
 

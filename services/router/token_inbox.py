@@ -9,8 +9,9 @@ from common.bus.port import Bus, Subscription
 from common.runtime.lifecycle import Log
 from contracts import subjects
 from contracts.codec import decode
-from contracts.errors import CodecError, ErrorCode, PdmeshError
+from contracts.errors import CodecError, PdmeshError
 from contracts.requests import TokenFrame
+from services.router.interruption import SlowReaderError
 
 Overflowed = Callable[[PdmeshError], None]
 
@@ -28,7 +29,7 @@ class Mailbox:
         """Add a frame. If there is no room, the reader is told to end, and the frame is dropped."""
         if len(self._frames) >= self._limit:
             message = f"the client does not read: {self._limit} pieces of its answer wait for it"
-            self._overflowed(PdmeshError(message, code=ErrorCode.CANCELLED))
+            self._overflowed(SlowReaderError(message))
             return
         self._frames.append(frame)
         self._arrived.set()

@@ -13,7 +13,7 @@ _AT: Final = re.compile(r"^(?P<problem>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL
 _MISSING: Final = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
 
-def decode_body(body: bytes, kind: type[T]) -> T:
+def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
     """Return the body as `kind`. Raises `PdmeshError` (`invalid_request`) whose `param` is the path of the field."""
     try:
         return msgspec.json.decode(body, type=kind)
