@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.layout.ranges import RangeSet
 from contracts.handoff import Grant
@@ -17,6 +17,7 @@ from tests.integration.handoff_pairs import BLOCK_SIZE, CHUNK, DEADLINE_S, NUM_B
 
 NUM_DECODED = 8
 """Tokens that are reserved behind each prompt."""
+SLOTS = frozenset((Role.CONV, Role.SSM))
 
 
 @dataclass(kw_only=True)
@@ -54,10 +55,10 @@ class _Free:
         order.shuffle(free.slots)
         return free
 
-    def take(self, num_tokens: int, num_prompt_tokens: int) -> tuple[tuple[int, ...], Held]:
+    def take(self, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> tuple[tuple[int, ...], Held]:
         """Blocks for `num_tokens` tokens, and what of them the prompt fills."""
         ids = tuple(self.blocks.pop() for _ in range(-(-num_tokens // BLOCK_SIZE)))
-        return ids, Held(block_ids=ids, slot=self.slots.pop(), num_tokens=num_prompt_tokens)
+        return ids, Held(block_ids=ids, slot=self.slots.pop(), num_tokens=num_prompt_tokens, start=num_cached_tokens)
 
 
 @dataclass(kw_only=True)
@@ -75,12 +76,15 @@ class ByteSession:
     def __post_init__(self) -> None:
         poison(self.memories.of(self.destination.name))
 
-    async def reserve(self, prompt: Sequence[int]) -> Travelling:
-        """Set memory aside for a prompt on both sides; the destination's caches are poison until something is pushed."""
+    async def reserve(self, prompt: Sequence[int], num_cached_tokens: int = 0) -> Travelling:
+        """Set memory aside for a prompt on both sides; the destination's caches are poison until something is pushed.
+
+        Of the first `num_cached_tokens` tokens the destination says that it has them; they are left out of what is compared.
+        """
         seq = len(self._travelling) + 1
         length = len(prompt)
-        ids, there = self._there.take(length + NUM_DECODED, length)
-        own, here = self._here.take(length, length)
+        ids, there = self._there.take(length + NUM_DECODED, length, num_cached_tokens)
+        own, here = self._here.take(length, length, num_cached_tokens)
         worker = self.destination
         grant = Grant(
             worker_id=worker.name,
@@ -90,10 +94,11 @@ class ByteSession:
             slot=there.slot,
         )
         made = Travelling(seq=seq, prompt=tuple(prompt), here=here, there=there, grant=grant)
+        push_target = PushTarget(grant=grant, num_cached_tokens=num_cached_tokens)
         sampling = SamplingParams(max_tokens=NUM_DECODED, seed=1, temperature=0.0, ignore_eos=True)
         for side, block_ids, slot, generation, push in (
             (worker, ids, there.slot, grant.generation, None),
-            (self.source, own, here.slot, self.source.next_generation(), PushTarget(grant=grant, num_cached_tokens=0)),
+            (self.source, own, here.slot, self.source.next_generation(), push_target),
         ):
             await side.group.bind(
                 BindSequence(
@@ -139,13 +144,13 @@ class ByteSession:
     async def arrived(self, *wanted: Travelling) -> None:
         """Wait until everything of these sequences has been reported, each token once."""
         planned = self.source.plans[self.destination.name].parts
-        owed: dict[tuple[str, PartKey], int] = {}
+        owed: dict[tuple[str, PartKey], tuple[int, int]] = {}
         for each in wanted:
             for part in planned:
                 key = (part.namespace, part.role, part.layer, part.src_rank, part.dst_rank)
-                owed[each.handoff_id, key] = 1 if part.role in {Role.CONV, Role.SSM} else len(each.prompt)
+                owed[each.handoff_id, key] = (0, 1) if part.role in SLOTS else (each.here.start, len(each.prompt))
         async with asyncio.timeout(DEADLINE_S):
-            while not all(self._done.get(key, RangeSet()).tiles(0, end) for key, end in owed.items()):
+            while not all(self._done.get(key, RangeSet()).tiles(*span) for key, span in owed.items()):
                 push = await self.source.group.next_push()
                 assert push.outcome is PushOutcome.DONE, push.reason
                 part_key = (push.namespace, push.role, push.layer, push.rank, push.destination_rank)
@@ -173,11 +178,15 @@ class ByteSession:
 
     def nothing_else_written(self) -> bool:
         """Whether all of the destination's memory but the granted slots, and the tokens that there are, is still poison."""
-        helds = [
-            Held(block_ids=e.grant.block_ids, slot=e.grant.slot, num_tokens=len(e.prompt) + e.num_decoded)
-            for e in self._travelling
-        ]
+        helds = [replace(each.there, num_tokens=len(each.prompt) + each.num_decoded) for each in self._travelling]
         return untouched(_manifests(self.destination), self.memories.of(self.destination.name), helds)
+
+    async def forget_at_source(self, each: Travelling) -> None:
+        """Release the source's memory of a sequence that has been taken over: the next one gets that very memory."""
+        generation = self.source.next_generation()
+        assert await self.source.group.release((each.seq,), generation, 5000) == frozenset()
+        self._here.blocks += reversed(each.here.block_ids)
+        self._here.slots.append(each.here.slot)
 
     async def end(self) -> None:
         """Give all memory back on both sides."""
@@ -188,7 +197,7 @@ class ByteSession:
 
 def paged(found: Gathered) -> Gathered:
     """Keys and values alone: what decoding adds to, and never changes."""
-    return {key: data for key, data in found.items() if key.role in {Role.KEY, Role.VALUE}}
+    return {key: data for key, data in found.items() if key.role not in SLOTS}
 
 
 def layers_of(found: Gathered) -> dict[Role, set[int]]:

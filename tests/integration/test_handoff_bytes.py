@@ -123,9 +123,10 @@ async def test_two_prompts_of_one_batch_arrive_each_with_its_own_bytes(world: Wo
 async def test_a_takeover_that_is_late_finds_its_bytes_although_others_have_been_pushed(
     world: World, prefill: int, decode: int
 ) -> None:
-    """A has arrived and is not taken over yet: B is computed and pushed through the same workers. A, then B, then both decode.
+    """A has arrived and is not taken over yet, while B is computed and pushed through the same workers: A is still whole.
 
-    While A decodes, B's push goes on, and B's bytes are its own; what A decodes leaves the keys and values of its prompt alone.
+    Then A decodes while B's push goes on: B's bytes are its own, and the keys and values of A's prompt stay as they were. At last
+    C is computed in the source's memory that was A's.
     """
     async with world.session(prefill, decode) as session:
         first = await session.reserve(SHORT)
@@ -141,10 +142,27 @@ async def test_a_takeover_that_is_late_finds_its_bytes_although_others_have_been
         await session.arrived(second)
         world.check(session, second, exact=prefill == 1)
         assert differing(paged(session.received(first)), prompt_of_first) == []
+        await session.forget_at_source(first)
         third = await session.reserve(LATER)
+        assert third.here.slot == first.here.slot
+        assert set(first.here.block_ids) <= set(third.here.block_ids)
         await session.prefill(third)
         await session.arrived(third)
         world.check(session, second, third, exact=prefill == 1)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("num_cached_tokens", [32, 74])
+async def test_what_the_destination_has_already_is_not_written(
+    world: World, prefill: int, decode: int, num_cached_tokens: int
+) -> None:
+    """Whole blocks, or all tokens but one, are there already: only what is behind them is pushed, and the states."""
+    async with world.session(prefill, decode) as session:
+        one = await session.reserve(SHORT, num_cached_tokens)
+        await session.prefill(one)
+        await session.arrived(one)
+        assert differing(session.received(one), session.sent(one)) == []
+        assert session.nothing_else_written()
 
 
 def chunk_restarting_at_row_0(
