@@ -22,6 +22,7 @@ class Admission:
         self._ended = asyncio.Event()
         self._scopes: set[Interruptible] = set()
         self._gauge = metrics.running
+        metrics.running_limit.set(limit)
         self.draining = False
 
     @property

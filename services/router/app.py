@@ -17,6 +17,7 @@ from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Lifecycle, Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
+from services.router.account import accounting_middleware
 from services.router.admission import Admission
 from services.router.body_reader import BodyReader
 from services.router.completing import Completer
@@ -85,6 +86,7 @@ async def start(
     workers, links = await fleet.open()
     lifecycle.tasks.create_task(fleet.run_workers(workers), name="fleet-workers")
     lifecycle.tasks.create_task(fleet.run_links(links), name="fleet-links")
+    metrics.waiting_frames.set_function(lambda: inbox.num_waiting)
     lifecycle.tasks.create_task(inbox.run(await inbox.open()), name="token-inbox")
     await bus.flush()
 
@@ -134,10 +136,9 @@ async def start(
         ),
         lifecycle=lifecycle,
         admin=AdminRoutes(state=lambda: lifecycle.state, metrics=registry),
-        clock=clock,
         started_at=int(clock.wall_time()),
     )
-    runner = _runner(settings, endpoints.routes(), log)
+    runner = _runner(settings, endpoints.routes(), metrics, clock, log)
     lifecycle.on_close("http", runner.cleanup)
     lifecycle.on_close("cancels", _closing(canceller.close))
     await runner.setup()
@@ -151,9 +152,14 @@ async def start(
     return port
 
 
-def _runner(settings: RouterSettings, routes: Sequence[web.RouteDef], log: Log) -> web.AppRunner:
+def _runner(
+    settings: RouterSettings, routes: Sequence[web.RouteDef], metrics: RouterMetrics, clock: Clock, log: Log
+) -> web.AppRunner:
     application = web.Application(
-        middlewares=[error_middleware(log, retry_after_s=settings.retry_after_s)],
+        middlewares=[
+            accounting_middleware(metrics, clock, log),
+            error_middleware(log, retry_after_s=settings.retry_after_s),
+        ],
         client_max_size=settings.max_body_bytes,
     )
     application.add_routes(routes)

@@ -13,6 +13,7 @@ from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from contracts import ids
 from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
+from services.router.account import ACCOUNT_KEY, Account
 from services.router.admission import Admission
 from services.router.answering import Answer, CollectedAnswer, StreamedAnswer
 from services.router.core.answers import AnswerWriter
@@ -23,7 +24,6 @@ from services.router.core.usage import UsageMeter
 from services.router.dispatch import Job
 from services.router.fleet import Fleet
 from services.router.generation import Generator, Progress
-from services.router.http_errors import REQUEST_ID_KEY
 from services.router.interruption import Interruptible, SlowReaderError
 from services.router.metrics import RouterMetrics
 from services.router.model_directory import Model
@@ -31,7 +31,6 @@ from services.router.settings import RouterSettings
 
 _SEED_BYTES: Final = 8
 _SEED_BITS: Final = 63
-CLIENT_GONE: Final = "499"
 
 Encode = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
 """Gives the token ids of the prompts of a request. Called once the request has been let in."""
@@ -52,57 +51,26 @@ class Completer:
     entropy: Callable[[int], bytes]
 
     async def answer(
-        self, request: web.Request, ask: Ask, encode: Encode, *, num_prompts: int, chat: bool, since: float
+        self, request: web.Request, ask: Ask, encode: Encode, *, num_prompts: int, chat: bool
     ) -> web.StreamResponse:
-        """Return the complete answer; a stream has been sent by then. `since` is when the request came.
+        """Return the complete answer; a stream has been sent by then. The request has an account, in which its body was read.
 
         Raises `PdmeshError` for what is refused or fails before anything was sent, CancelledError when the client goes.
         """
-        endpoint = "chat" if chat else "completions"
-        outcome = _Outcome()
-        try:
-            num_choices = num_prompts * ask.n
-            if num_choices > self.settings.max_choices:
-                rule = f"prompts times n is at most {self.settings.max_choices}"
-                raise InvalidValueError(field="n", value=ask.n, rule=rule)
-            with self.admission.enter(num_choices):
-                return await self._answer(request, ask, await encode(), chat=chat, since=since, outcome=outcome)
-        except PdmeshError as error:
-            outcome.fail(error)
-            raise
-        except (asyncio.CancelledError, ConnectionResetError):
-            outcome.status = CLIENT_GONE
-            raise
-        finally:
-            seconds = self.clock.monotonic() - since
-            self.metrics.requests.labels(endpoint=endpoint, status=outcome.status).inc()
-            self.metrics.total.labels(endpoint=endpoint).observe(seconds)
-            self.log.info(
-                "request_finished",
-                request_id=outcome.request_id,
-                client_request_id=request[REQUEST_ID_KEY],
-                endpoint=endpoint,
-                status=outcome.status,
-                error_code=outcome.error_code,
-                num_prompt_tokens=outcome.num_prompt_tokens,
-                num_completion_tokens=outcome.num_completion_tokens,
-                duration_ms=round(seconds * 1000, 3),
-            )
+        num_choices = num_prompts * ask.n
+        if num_choices > self.settings.max_choices:
+            rule = f"prompts times n is at most {self.settings.max_choices}"
+            raise InvalidValueError(field="n", value=ask.n, rule=rule)
+        with self.admission.enter(num_choices):
+            return await self._answer(request, ask, await encode(), chat=chat)
 
     async def _answer(
-        self,
-        request: web.Request,
-        ask: Ask,
-        prompts: Sequence[tuple[int, ...]],
-        *,
-        chat: bool,
-        since: float,
-        outcome: _Outcome,
+        self, request: web.Request, ask: Ask, prompts: Sequence[tuple[int, ...]], *, chat: bool
     ) -> web.StreamResponse:
+        account = request[ACCOUNT_KEY]
         jobs = self._jobs(ask, prompts)
-        outcome.request_id = jobs[0].request_id
-        outcome.num_prompt_tokens = sum(map(len, prompts))
-        meter = UsageMeter(num_prompt_tokens=outcome.num_prompt_tokens)
+        num_prompt_tokens = sum(map(len, prompts))
+        meter = UsageMeter(num_prompt_tokens=num_prompt_tokens)
         writer = AnswerWriter(
             id=jobs[0].request_id,
             created=int(self.clock.wall_time()),
@@ -115,14 +83,15 @@ class Completer:
             if ask.stream
             else CollectedAnswer(writer, meter, num_choices=len(jobs))
         )
-        self.metrics.prompt_tokens.inc(outcome.num_prompt_tokens)
-        self.metrics.prepare.observe(self.clock.monotonic() - since)
-        deadline = Deadline(self.clock, since + self.settings.request_timeout_s)
+        account.prepared(
+            jobs[0].request_id, num_prompt_tokens=num_prompt_tokens, num_choices=len(jobs), streamed=ask.stream
+        )
+        deadline = Deadline(self.clock, account.since + self.settings.request_timeout_s)
 
         async def serve(choice: int, job: Job) -> None:
             async def sink(progress: Progress) -> None:
                 meter.add_tokens(len(progress.token_ids))
-                outcome.num_completion_tokens += len(progress.token_ids)
+                account.delivered(choice, len(progress.token_ids), progress.finish_reason)
                 if choice % ask.n == 0:
                     meter.note_cached(choice // ask.n, progress.num_cached_tokens)
                 await answer.take(choice, progress)
@@ -136,15 +105,13 @@ class Completer:
                     for choice, job in enumerate(jobs):
                         group.create_task(serve(choice, job), name=f"choice-{job.request_id}")
         except PdmeshError as error:
-            return await self._failed(answer, error, outcome)
+            return await self._failed(answer, error, account)
         except BaseExceptionGroup as group_error:
-            return await self._failed(answer, self._reason(group_error, scope), outcome)
+            return await self._failed(answer, self._reason(group_error, scope), account)
         try:
-            response = await answer.finish()
+            return await answer.finish()
         except SlowReaderError as error:
-            return await self._failed(answer, error, outcome)
-        outcome.status = "200"
-        return response
+            return await self._failed(answer, error, account)
 
     def _jobs(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> list[Job]:
         """Expand prompts and `n` into requests of ours. Raises `PdmeshError` for what fits nowhere."""
@@ -178,11 +145,11 @@ class Completer:
             ]
         return jobs
 
-    async def _failed(self, answer: Answer, error: PdmeshError, outcome: _Outcome) -> web.StreamResponse:
+    async def _failed(self, answer: Answer, error: PdmeshError, account: Account) -> web.StreamResponse:
         """Tell the client inside the stream if it has begun, else leave it to the status of the answer."""
         if not answer.begun:
             raise error
-        outcome.fail(error)
+        account.broke_off(error)
         if isinstance(error, SlowReaderError):
             self.metrics.slow_readers.inc()
         return await answer.fail(error.info)
@@ -198,21 +165,6 @@ class Completer:
                 return scope.reason or error
         self.log.error("generation_crashed", error=repr(leaves[0]), exc_info=leaves[0])
         return PdmeshError("something went wrong inside the server", code=ErrorCode.INTERNAL)
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What the log and the metrics say of a request."""
-
-    status: str = "500"
-    error_code: str | None = None
-    request_id: str = ""
-    num_prompt_tokens: int = 0
-    num_completion_tokens: int = 0
-
-    def fail(self, error: PdmeshError) -> None:
-        self.status = str(error.info.rule.http_status)
-        self.error_code = error.code
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

@@ -22,6 +22,7 @@ from contracts.requests import (
     CancelRequest,
     CancelWork,
     DisaggregatedRoute,
+    FinishReason,
     MixedRoute,
     Refused,
     Route,
@@ -149,27 +150,37 @@ class Canceller:
         """Take nothing back any more: the process ends, and the broker cancels what a dead router leaves."""
         self._closed = True
 
-    def cancel(self, attempt: Attempt, submission: Submission, *, reason: str) -> None:
-        """Begin to take an attempt back, and return at once."""
-        started = not self._closed and self._tasks.try_start(lambda: self._cancel(attempt, submission, reason))
+    def cancel(
+        self,
+        attempt: Attempt,
+        submission: Submission,
+        *,
+        reason: str,
+        num_tokens: int = 0,
+        finish_reason: FinishReason | None = None,
+    ) -> None:
+        """Begin to take an attempt back, and return at once. `num_tokens` had come; `finish_reason` says that these are all."""
+        request = CancelRequest(
+            handoff_id=attempt.handoff_id, reason=reason, num_tokens=num_tokens, finish_reason=finish_reason
+        )
+        started = not self._closed and self._tasks.try_start(lambda: self._cancel(attempt, submission, request))
         if not started:
             self._log.error("cancel_left_out", handoff_id=attempt.handoff_id, reason=reason)
 
-    async def _cancel(self, attempt: Attempt, submission: Submission, reason: str) -> None:
+    async def _cancel(self, attempt: Attempt, submission: Submission, request: CancelRequest) -> None:
         await self._hint(attempt)
         if submission is Submission.NONE:
             return
         deadline = Deadline.after(self._clock, self._timeout_s)
         while not deadline.passed:
-            if await self._ask_broker(attempt, submission, reason, deadline):
+            if await self._ask_broker(request, submission, deadline):
                 return
             await self._clock.sleep(min(_CANCEL_PAUSE_S, deadline.remaining))
             await self._hint(attempt)
-        self._log.error("cancel_not_heard", handoff_id=attempt.handoff_id, reason=reason)
+        self._log.error("cancel_not_heard", handoff_id=attempt.handoff_id, reason=request.reason)
 
-    async def _ask_broker(self, attempt: Attempt, submission: Submission, reason: str, deadline: Deadline) -> bool:
+    async def _ask_broker(self, request: CancelRequest, submission: Submission, deadline: Deadline) -> bool:
         """Say whether the broker has heard. If the submit may be on its way still, not to know of it is no answer."""
-        request = CancelRequest(handoff_id=attempt.handoff_id, reason=reason)
         subject = subjects.broker_rpc(BrokerVerb.CANCEL)
         try:
             reply = await self._bus.request(subject, encode(request), timeout=min(1.0, deadline.remaining))

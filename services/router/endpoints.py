@@ -11,7 +11,6 @@ import orjson
 from aiohttp import web
 
 from common.runtime.admin import AdminRoutes
-from common.runtime.clock import Clock
 from common.runtime.lifecycle import Lifecycle, State
 from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
 from contracts.openai import (
@@ -24,6 +23,7 @@ from contracts.openai import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from services.router.account import ACCOUNT_KEY
 from services.router.admission import Admission
 from services.router.body_reader import BodyReader
 from services.router.completing import Completer
@@ -53,7 +53,6 @@ class Endpoints:
     completer: Completer
     lifecycle: Lifecycle
     admin: AdminRoutes
-    clock: Clock
     started_at: int
     """When the router started: seconds since 1970 UTC."""
 
@@ -72,7 +71,7 @@ class Endpoints:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Continue prompts."""
-        since, asked = await self._read_admitted(request, CompletionRequest)
+        asked = await self._read_admitted(request, CompletionRequest)
         self._check_model(asked.model)
         ask = read_parameters(asked)
         prompts = read_prompts(asked.prompt)
@@ -80,11 +79,11 @@ class Endpoints:
         async def encode() -> Sequence[tuple[int, ...]]:
             return [await self.tokenizing.encode_prompt(prompt) for prompt in prompts]
 
-        return await self.completer.answer(request, ask, encode, num_prompts=len(prompts), chat=False, since=since)
+        return await self.completer.answer(request, ask, encode, num_prompts=len(prompts), chat=False)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Answer in a conversation."""
-        since, asked = await self._read_admitted(request, ChatRequest)
+        asked = await self._read_admitted(request, ChatRequest)
         self._check_model(asked.model)
         ask = read_parameters(asked)
         messages = read_messages(asked.messages)
@@ -92,7 +91,7 @@ class Endpoints:
         async def encode() -> Sequence[tuple[int, ...]]:
             return [await self.tokenizing.encode_chat(messages, arguments=asked.chat_template_kwargs)]
 
-        return await self.completer.answer(request, ask, encode, num_prompts=1, chat=True, since=since)
+        return await self.completer.answer(request, ask, encode, num_prompts=1, chat=True)
 
     async def models(self, _request: web.Request) -> web.Response:
         """List the one model."""
@@ -152,15 +151,15 @@ class Endpoints:
             message = f"model: {name[:200]!r} is not served; the rule is: {self.model.name!r}"
             raise PdmeshError(message, code=ErrorCode.MODEL_NOT_FOUND, param="model")
 
-    async def _read_admitted(self, request: web.Request, kind: type[T]) -> tuple[float, T]:
-        """Return when the body was there, and the body. A router that is full says so before it reads."""
+    async def _read_admitted(self, request: web.Request, kind: type[T]) -> T:
+        """Return the body. A router that is full says so before it reads."""
         self.admission.check()
-        asked = await self._read(request, kind)
-        return self.clock.monotonic(), asked
+        return await self._read(request, kind)
 
     async def _read(self, request: web.Request, kind: type[T]) -> T:
         async with self.bodies.read(request) as data:
-            return decode_body(data, kind)
+            request[ACCOUNT_KEY].body_read()
+        return decode_body(data, kind)
 
 
 def _json(answer: msgspec.Struct) -> web.Response:

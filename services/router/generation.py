@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
+from common.runtime.trace import current_trace, next_hop, within
 from contracts import ids
 from contracts.errors import PdmeshError
 from contracts.requests import FinishReason, WorkerRef
@@ -85,15 +86,16 @@ class Generator:
         with self.inbox.mailbox(job.request_id, scope.interrupt) as mailbox:
             while True:
                 attempt = self._place(job, number, avoid)
-                try:
-                    await self._serve(attempt, stream, mailbox, sink, deadline=deadline, scope=scope)
-                except PdmeshError as error:
-                    if not self.policy.may_retry(error, attempt=number, num_delivered_tokens=stream.num_tokens):
-                        raise
-                    self._note_retry(attempt, error)
-                    avoid.update(worker.worker_id for worker in workers_of(attempt.route))
-                else:
-                    return
+                with within(next_hop(current_trace())):
+                    try:
+                        await self._serve(attempt, stream, mailbox, sink, deadline=deadline, scope=scope)
+                    except PdmeshError as error:
+                        if not self.policy.may_retry(error, attempt=number, num_delivered_tokens=stream.num_tokens):
+                            raise
+                        self._note_retry(attempt, error)
+                        avoid.update(worker.worker_id for worker in workers_of(attempt.route))
+                    else:
+                        return
                 await self.clock.sleep(self.policy.delay_s(attempt=number, chance=self.rng.random()))
                 number += 1
 
@@ -125,6 +127,7 @@ class Generator:
         order = TokenOrder(attempt=attempt.number, start=stream.num_tokens)
         submission = Submission.NONE
         reason = ""
+        finish_reason: FinishReason | None = None
         sent_at = self.clock.monotonic()
         try:
             await self.dispatcher.send_prompt(attempt, deadline)
@@ -135,14 +138,14 @@ class Generator:
                 submission = Submission.NONE
                 raise
             submission = Submission.ACCEPTED
+            self.metrics.submit.observe(self.clock.monotonic() - sent_at)
             finished = False
             while not finished:
                 token_ids = order.accept(await mailbox.get())
                 if token_ids and stream.num_tokens == 0:
-                    self.metrics.first_token.observe(self.clock.monotonic() - sent_at)
                     holds.prefilled()
                 finished = await self._deliver(order, stream.push(token_ids), stream, sink)
-            reason = "a stop string was met"
+            reason, finish_reason = "a stop string was met", FinishReason.STOP
         except PdmeshError as error:
             reason = error.message
             raise
@@ -150,7 +153,13 @@ class Generator:
             holds.release()
             if order.end is None:
                 self.metrics.cancels.inc()
-                self.canceller.cancel(attempt, submission, reason=reason or _why_given_up(scope, deadline))
+                self.canceller.cancel(
+                    attempt,
+                    submission,
+                    reason=reason or _why_given_up(scope, deadline),
+                    num_tokens=stream.num_tokens,
+                    finish_reason=finish_reason,
+                )
 
     async def _deliver(self, order: TokenOrder, piece: TextPiece, stream: TextStream, sink: Sink) -> bool:
         """Hand on what a frame gave; say whether that was the end. Raises the error that the attempt ended with."""
@@ -162,7 +171,6 @@ class Generator:
             text += stream.finish().text
             finish_reason = FinishReason.STOP if stream.stopped else end.finish_reason
         if piece.token_ids or finish_reason is not None:
-            self.metrics.tokens.inc(len(piece.token_ids))
             await sink(
                 Progress(
                     text=text,

@@ -14,6 +14,8 @@ from services.router.core.answers import body, error_body
 
 REQUEST_ID: Final = "x-request-id"
 REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
+ERROR_CODE_KEY: Final = web.RequestKey("error_code", str)
+"""The code of the error with which a request was answered, for whoever counts."""
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._:/+=-]")
 _MAX_REQUEST_ID_CHARS: Final = 128
@@ -48,15 +50,18 @@ def error_middleware(log: Log, *, retry_after_s: int) -> Middleware:
         try:
             response = await handler(request)
         except PdmeshError as error:
+            request[ERROR_CODE_KEY] = str(error.code)
             response = error_response(error.info, retry_after_s=retry_after_s)
         except web.HTTPException as error:
             response = translated(request, error)
+            request[ERROR_CODE_KEY] = str(_code_of(error))
         except ConnectionResetError:
             raise  # the client has gone: nobody reads an answer
         except Exception as error:
             # The client is owed an answer, and the log has the rest.
             log.error("request_crashed", path=request.path, error=repr(error), exc_info=error)  # noqa: TRY400 - Log's
             info = ErrorInfo(code=ErrorCode.INTERNAL, message="something went wrong inside the server")
+            request[ERROR_CODE_KEY] = str(info.code)
             response = error_response(info, retry_after_s=retry_after_s)
         if not response.prepared:
             response.headers[REQUEST_ID] = request_id
@@ -71,10 +76,13 @@ def translated(request: web.BaseRequest, error: web.HTTPException) -> web.Stream
     """Return aiohttp's own refusals (no such path, no such method, an expectation of the client's) in our form."""
     if error.status < 400:
         raise error
-    code = ErrorCode.BODY_TOO_LARGE if error.status == 413 else ErrorCode.INVALID_REQUEST
     message = f"{request.method[:_MAX_SHOWN_CHARS]} {request.path[:_MAX_SHOWN_CHARS]}: {error.reason}"
-    info = ErrorInfo(code=code, message=message)
+    info = ErrorInfo(code=_code_of(error), message=message)
     headers = {name: value for name, value in error.headers.items() if name == "Allow"}
     return web.Response(
         status=error.status, body=body(error_body(info)), headers=headers, content_type="application/json"
     )
+
+
+def _code_of(error: web.HTTPException) -> ErrorCode:
+    return ErrorCode.BODY_TOO_LARGE if error.status == 413 else ErrorCode.INVALID_REQUEST

@@ -25,6 +25,9 @@ class Mailbox:
         self._limit = limit
         self._overflowed = overflowed
 
+    def __len__(self) -> int:
+        return len(self._frames)
+
     def put(self, frame: TokenFrame) -> None:
         """Add a frame. If there is no room, the reader is told to end, and the frame is dropped."""
         if len(self._frames) >= self._limit:
@@ -51,6 +54,11 @@ class TokenInbox:
         self._router_id = router_id
         self._limit = max_waiting_frames
         self._mailboxes: dict[str, Mailbox] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Frames of all requests that wait to be read."""
+        return sum(map(len, self._mailboxes.values()))
 
     async def open(self) -> Subscription:
         """Subscribe. Pass the subscription to `run`; requests may be sent once this has returned. Raises `BusError`."""
