@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from common.engine.port import Engine, EngineError, StepResult
+from common.runtime.trace import within
 from common.worker.core.blocks import BlockPool, Reservation
 from common.worker.core.scheduler import Produced, Scheduler
 from common.worker.core.sequence import Sequence, SequenceState
@@ -36,6 +37,10 @@ class StepObserver(Protocol):
 
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """Binding or computing these sequences failed, on all ranks alike. They take part in nothing any more."""
+        ...
+
+    def released(self, *, quarantined: bool) -> None:
+        """Memory was taken back; or cannot be given to anybody yet, because a writer may still touch it."""
         ...
 
 
@@ -90,11 +95,13 @@ class EngineLoop:
             memory, sequence.memory = sequence.memory, None
             if memory is None:
                 return
-            if await self._release(sequence.seq, self._release_timeout_ms):
+            clean = await self._release(sequence.seq, self._release_timeout_ms)
+            if clean:
                 self._pool.release(memory)
             else:
                 self._pool.quarantine(memory)
                 self._quarantined[sequence.seq] = memory
+            self._observer.released(quarantined=not clean)
         self.wake()
 
     async def retry_quarantine(self) -> None:
@@ -123,7 +130,8 @@ class EngineLoop:
                     continue
                 if sequence.state is SequenceState.WAITING:
                     self._scheduler.start(sequence)
-            await self._observer.bound(sequence)
+            with within(sequence.trace):
+                await self._observer.bound(sequence)
 
     async def _step(self) -> bool:
         async with self._lock:

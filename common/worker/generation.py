@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.runtime.trace import within
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
 from common.worker.service import WorkerService
@@ -20,12 +21,13 @@ class GeneratingService(WorkerService):
             sequence = self.table.by_seq(produced.seq)
             if sequence is None:
                 continue
-            await self.token_produced(sequence, outcome)
-            reason = sequence.finish_reason(produced.token_id, self.info.eos_token_ids)
-            if reason is None:
-                await self.tokens.add(sequence, produced.token_id)
-            else:
-                await self.finish(sequence, token=produced.token_id, finish_reason=reason)
+            with within(sequence.trace):
+                await self.token_produced(sequence, outcome)
+                reason = sequence.finish_reason(produced.token_id, self.info.eos_token_ids)
+                if reason is None:
+                    await self.tokens.add(sequence, produced.token_id)
+                else:
+                    await self.finish(sequence, token=produced.token_id, finish_reason=reason)
 
     async def token_produced(self, sequence: Sequence, outcome: StepOutcome) -> None:
         """Roles note here what they measure; called before the token is streamed."""
@@ -33,10 +35,14 @@ class GeneratingService(WorkerService):
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """End every sequence with the error."""
         for sequence in sequences:
-            self.log.error(
-                "sequence_failed", handoff_id=sequence.handoff_id, error_code=error.code, error_message=error.message
-            )
-            await self.finish(sequence, error=error)
+            with within(sequence.trace):
+                self.log.error(
+                    "sequence_failed",
+                    handoff_id=sequence.handoff_id,
+                    error_code=error.code,
+                    error_message=error.message,
+                )
+                await self.finish(sequence, error=error)
 
     async def finish(
         self,
@@ -49,6 +55,7 @@ class GeneratingService(WorkerService):
         """Take a sequence out of the steps now; in the background send its end, give back its memory, tell the broker."""
         self.replicas.of(sequence).scheduler.hold(sequence)
         deadline = self.deadline_of(sequence)
+        sequence.outcome = str(finish_reason if error is None else error.code)
 
         async def wind_up() -> None:
             await self.tokens.end(sequence, deadline, token=token, finish_reason=finish_reason, error=error)

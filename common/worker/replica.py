@@ -22,19 +22,19 @@ class Replica:
     """Replica `dp_rank` of its worker. A sequence lives in one replica from its first memory to its last."""
 
     def __init__(
-        self,
-        dp_rank: int,
-        started: StartedEngine,
-        limits: StepLimits,
-        observer: StepObserver,
-        *,
-        release_timeout_ms: int,
+        self, started: StartedEngine, limits: StepLimits, observer: StepObserver, *, release_timeout_ms: int
     ) -> None:
-        info = started.info
-        self.dp_rank = dp_rank
+        info, at = started.info, started.info.ranks[0].manifest.coordinates
+        self.dp_rank = at.dp_rank
         self.engine = started.engine
         self.info = info
-        self.pool = BlockPool(num_blocks=info.num_blocks, num_slots=info.num_slots, block_size=info.block_size)
+        self.pool = BlockPool(
+            num_blocks=info.num_blocks,
+            num_slots=info.num_slots,
+            block_size=info.block_size,
+            dp_rank=at.dp_rank,
+            dp=at.dp_size,
+        )
         self.scheduler = Scheduler(self.pool, limits)
         self.loop = EngineLoop(
             started.engine, self.pool, self.scheduler, observer, release_timeout_ms=release_timeout_ms

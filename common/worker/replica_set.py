@@ -27,10 +27,8 @@ class ReplicaSet:
     def __init__(
         self, started: Iterable[StartedEngine], limits: StepLimits, observer: StepObserver, *, release_timeout_ms: int
     ) -> None:
-        self._replicas = tuple(
-            Replica(dp_rank, each, limits, observer, release_timeout_ms=release_timeout_ms)
-            for dp_rank, each in enumerate(started)
-        )
+        replicas = [Replica(each, limits, observer, release_timeout_ms=release_timeout_ms) for each in started]
+        self._replicas = tuple(sorted(replicas, key=lambda replica: replica.dp_rank))
         split_replicas("worker", self.manifests)
 
     def __iter__(self) -> Iterator[Replica]:

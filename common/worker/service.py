@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +16,7 @@ from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
+from common.runtime.trace import current_trace, within
 from common.worker.broker_client import BrokerClient, Report
 from common.worker.core.admission import Command, NewWork, Room, refuse_command, refuse_new
 from common.worker.core.prompts import PromptBuffer
@@ -31,7 +32,7 @@ from common.worker.token_stream import TokenStream
 from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
-from contracts.handoff import ReleaseHandoff, RunMixed, RunPrefill
+from contracts.handoff import Released, ReleaseHandoff, RunMixed, RunPrefill
 from contracts.requests import Accepted, CancelWork, PromptFrame
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
@@ -70,6 +71,7 @@ class WorkerService(ABC):
         settings = parts.settings
         self.settings = settings
         self.incarnation = parts.incarnation
+        self.metrics = parts.metrics
         self.bus = parts.bus
         self.clock = parts.clock
         self.log = parts.log
@@ -86,7 +88,14 @@ class WorkerService(ABC):
         self.broker = BrokerClient(parts.bus, parts.clock)
         self.events = HandoffEvents(parts.bus, parts.clock, service=self.role, instance=settings.worker_id)
         self.reports = BoundedTasks(parts.group, name="report", limit=_MAX_REPORTS, on_error=self._report_failed)
-        self.work = WorkMetrics(parts.metrics, self.table, self.replicas)
+        self.work = WorkMetrics(
+            parts.metrics,
+            self.table,
+            self.replicas,
+            self.prompts,
+            limits=settings,
+            num_reports=lambda: self.reports.running,
+        )
         self._inspection = Inspection(
             settings.worker_id,
             parts.incarnation,
@@ -149,6 +158,10 @@ class WorkerService(ABC):
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """See `StepObserver.failed`."""
 
+    def released(self, *, quarantined: bool) -> None:
+        """See `StepObserver.released`."""
+        self.work.released(quarantined=quarantined)
+
     def check_command(self, command: Command) -> None:
         """Refuse a command for another start of this worker, from a deposed broker, or for a handoff that is over."""
         _refuse(command.handoff_id, refuse_command(command, incarnation=self.incarnation, table=self.table))
@@ -175,6 +188,8 @@ class WorkerService(ABC):
             router_id=command.router_id,
             num_prompt_tokens=command.num_prompt_tokens,
             sampling=command.sampling,
+            trace=current_trace(),
+            accepted_ns=self.clock.monotonic_ns(),
         )
         self.table.add(sequence)
         self._deadlines[sequence.handoff_id] = Deadline.from_remaining_ms(self.clock, command.timeout_ms)
@@ -185,11 +200,14 @@ class WorkerService(ABC):
         """Until when the request is worth anything; now, if the handoff is over."""
         return self._deadlines.get(sequence.handoff_id) or Deadline.after(self.clock, 0)
 
-    def report(self, report: Report, deadline: Deadline) -> None:
-        """Deliver a report to the broker in the background."""
+    def report(self, report: Report, deadline: Deadline, *, answered: Callable[[float], None] | None = None) -> None:
+        """Deliver a report to the broker in the background; `answered` hears how many ms it took."""
 
         async def deliver() -> None:
+            began_ns = self.clock.monotonic_ns()
             await self.broker.deliver(report, deadline)
+            if answered is not None:
+                answered((self.clock.monotonic_ns() - began_ns) / 1e6)
 
         if not self.reports.try_start(deliver):
             self.log.error("report_dropped", handoff_id=report.handoff_id, report=type(report).__name__)
@@ -202,6 +220,7 @@ class WorkerService(ABC):
         self._deadlines.pop(handoff_id, None)
         if sequence is None:
             return
+        self.work.ended(sequence)
         self.tokens.drop(sequence)
         await self.replicas.of(sequence).loop.release(sequence)
         if not len(self.table):
@@ -262,8 +281,10 @@ class WorkerService(ABC):
             self.table.expire(now)
             for handoff_id, deadline in tuple(self._deadlines.items()):
                 if now >= deadline.at + self.settings.deadline_grace_s:
-                    self.log.info("handoff_expired", handoff_id=handoff_id)
-                    await self.end(handoff_id)
+                    sequence = self.table.get(handoff_id)
+                    with within(None if sequence is None else sequence.trace):
+                        self.log.info("handoff_expired", handoff_id=handoff_id)
+                        await self.end(handoff_id)
             await self.replicas.retry_quarantine()
             if not len(self.table):
                 self.replicas.check_integrity()
@@ -276,8 +297,13 @@ class WorkerService(ABC):
 
     async def _release_asked(self, data: bytes) -> msgspec.Struct:
         command = decode(data, ReleaseHandoff)
+        answer = self.release_answer(command.handoff_id)
         await self.end(command.handoff_id, tombstone=Deadline.from_remaining_ms(self.clock, command.tombstone_ms))
-        return Accepted(handoff_id=command.handoff_id)
+        return answer
+
+    def release_answer(self, handoff_id: str) -> Released:
+        """What a release will be answered with. Roles add what they have measured."""
+        return Released(handoff_id=handoff_id)
 
     def _report_failed(self, name: str, error: Exception) -> None:
         self.log.error("report_failed", task=name, error=repr(error))

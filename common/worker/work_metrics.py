@@ -2,31 +2,88 @@
 
 from __future__ import annotations
 
-from common.runtime.metrics import Metrics
+from collections.abc import Callable
+from functools import partial
+
+from common.runtime.metrics import PHASE_BUCKETS, TOKEN_BUCKETS, Metrics
+from common.worker.core.prompts import PromptBuffer
+from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import StepOutcome
+from common.worker.replica import Replica
 from common.worker.replica_set import ReplicaSet
+from common.worker.settings import WorkerSettings
+
+_RELEASED = "released"
 
 
 class WorkMetrics:
-    """Counters of steps, and gauges that look at the replicas when they are read. Sums over all replicas."""
+    """Counters of the whole worker, and gauges that look at the replicas when they are read."""
 
-    def __init__(self, metrics: Metrics, table: HandoffTable, replicas: ReplicaSet) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        table: HandoffTable,
+        replicas: ReplicaSet,
+        prompts: PromptBuffer,
+        *,
+        limits: WorkerSettings,
+        num_reports: Callable[[], int],
+    ) -> None:
         self._table = table
         self.num_prefilled_tokens = 0
-        self._prefilled = metrics.counter("prefilled_tokens_total", "Prompt tokens computed.")
-        self._decoded = metrics.counter("decoded_tokens_total", "Tokens computed one at a time, after the prompt.")
-        self._step_seconds = metrics.histogram("step_seconds", "Duration of one step on the sampling rank.")
-        metrics.gauge("free_blocks", "Cache blocks that nobody holds.").set_function(
-            lambda: replicas.load.num_free_blocks
+        self._prefilled = metrics.counter("worker_prefilled_tokens_total", "Prompt tokens computed.")
+        self._decoded = metrics.counter(
+            "worker_decoded_tokens_total", "Tokens computed one at a time, after the prompt."
         )
-        metrics.gauge("free_slots", "State slots that nobody holds.").set_function(lambda: replicas.load.num_free_slots)
-        metrics.gauge("running_sequences", "Sequences that take part in steps.").set_function(
-            lambda: replicas.load.num_running
+        self._step_seconds = metrics.histogram(
+            "worker_step_seconds", "Duration of one step on the sampling rank.", buckets=PHASE_BUCKETS
         )
-        metrics.gauge("waiting_sequences", "Sequences that wait for memory.").set_function(
-            lambda: replicas.load.num_waiting
+        self._step_tokens = metrics.histogram(
+            "worker_step_tokens", "Tokens that one step computed.", buckets=TOKEN_BUCKETS
         )
+        self._step_sequences = metrics.histogram(
+            "worker_step_sequences", "Sequences that took part in one step.", buckets=TOKEN_BUCKETS
+        )
+        self._queue_seconds = metrics.histogram(
+            "worker_queue_seconds", "From the order to compute a prompt until it had memory.", buckets=PHASE_BUCKETS
+        )
+        self._ended = metrics.counter(
+            "worker_ended_sequences_total",
+            "Handoffs that ended here, by how: a finish reason, handed_over, the code of an error, or released by the broker.",
+            ("outcome",),
+        )
+        self._releases = metrics.counter(
+            "worker_memory_releases_total",
+            "Times that a sequence's memory was revoked; quarantined: a writer had not stopped in time.",
+            ("result",),
+        )
+        for result in ("clean", "quarantined"):
+            self._releases.labels(result)
+        blocks = metrics.gauge("worker_blocks", "Cache blocks of a replica, by who has them.", ("dp_rank", "state"))
+        slots = metrics.gauge("worker_slots", "State slots of a replica, by who has them.", ("dp_rank", "state"))
+        sequences = metrics.gauge("worker_sequences", "Sequences of a replica by state.", ("dp_rank", "state"))
+        queued = metrics.gauge(
+            "worker_queued_prompt_tokens", "Prompt tokens of a replica that are not computed yet.", ("dp_rank",)
+        )
+        for replica in replicas:
+            rank = str(replica.dp_rank)
+            for state in ("free", "held", "quarantined"):
+                blocks.labels(rank, state).set_function(partial(_num_blocks, replica, state))
+                slots.labels(rank, state).set_function(partial(_num_slots, replica, state))
+            sequences.labels(rank, "waiting").set_function(partial(_load, replica, "num_waiting"))
+            sequences.labels(rank, "running").set_function(partial(_load, replica, "num_running"))
+            queued.labels(rank).set_function(partial(_load, replica, "num_prompt_tokens_left"))
+        metrics.gauge("worker_waiting_sequences_limit", "Sequences that may wait for memory.").set(limits.max_waiting)
+        metrics.gauge("worker_step_tokens_limit", "Tokens that one step computes at most.").set(limits.max_step_tokens)
+        metrics.gauge("worker_handoffs", "Handoffs that live here.").set_function(lambda: len(table))
+        metrics.gauge(
+            "worker_buffered_prompt_tokens", "Tokens of prompts that nobody has asked to run yet."
+        ).set_function(lambda: prompts.num_tokens)
+        metrics.gauge("worker_buffered_prompt_tokens_limit", "How many of them there may be.").set(
+            limits.prompt_buffer_tokens
+        )
+        metrics.gauge("worker_reports_running", "Reports to the broker under way.").set_function(num_reports)
 
     def count(self, outcome: StepOutcome) -> None:
         """Add a step of one replica."""
@@ -35,7 +92,49 @@ class WorkMetrics:
             sequence = self._table.by_seq(item.seq)
             if sequence is not None and item.start < sequence.num_prompt_tokens:
                 num_prefilled += item.num_tokens
+        num_tokens = sum(item.num_tokens for item in outcome.plan.items)
         self.num_prefilled_tokens += num_prefilled
         self._prefilled.inc(num_prefilled)
-        self._decoded.inc(sum(item.num_tokens for item in outcome.plan.items) - num_prefilled)
+        self._decoded.inc(num_tokens - num_prefilled)
+        self._step_tokens.observe(num_tokens)
+        self._step_sequences.observe(len(outcome.plan.items))
         self._step_seconds.observe((outcome.result.ended_ns - outcome.result.started_ns) / 1e9)
+
+    def bound(self, sequence: Sequence, at_ns: int) -> None:
+        """Note that a sequence that waited has its memory."""
+        self._queue_seconds.observe((at_ns - sequence.accepted_ns) / 1e9)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Count a sequence that lives here no more."""
+        self._ended.labels(sequence.outcome or _RELEASED).inc()
+
+    def released(self, *, quarantined: bool) -> None:
+        """Count memory that was taken back."""
+        self._releases.labels("quarantined" if quarantined else "clean").inc()
+
+
+def _load(replica: Replica, field: str) -> int:
+    value: int = getattr(replica.load, field)
+    return value
+
+
+def _num_blocks(replica: Replica, state: str) -> int:
+    pool = replica.pool
+    match state:
+        case "free":
+            return pool.num_free_blocks
+        case "quarantined":
+            return pool.num_quarantined_blocks
+        case _:
+            return pool.num_blocks - pool.num_free_blocks - pool.num_quarantined_blocks
+
+
+def _num_slots(replica: Replica, state: str) -> int:
+    pool = replica.pool
+    match state:
+        case "free":
+            return pool.num_free_slots
+        case "quarantined":
+            return pool.num_quarantined_slots
+        case _:
+            return pool.num_slots - pool.num_free_slots - pool.num_quarantined_slots

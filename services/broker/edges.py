@@ -42,7 +42,7 @@ class BrokerEdges:
         workers = await (await self._bus.ensure_bucket(WORKERS_CONFIG)).watch()
         links = await (await self._bus.ensure_bucket(LINKS_CONFIG)).watch()
         parts = await self._bus.subscribe(subjects.PARTS_FILTER, max_pending=MAX_WAITING_REPORTS)
-        rpc = RpcEdge(self._bus, self._group, self._log)
+        rpc = RpcEdge(self._bus, self._group, self._log, self._broker.metrics)
         read = await rpc.serve(subjects.broker_rpc_filter(self._partition), self.handlers())
         for name, work in (
             ("workers", self._watch(workers)),

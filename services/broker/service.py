@@ -87,6 +87,7 @@ class Broker:
         calls: Calls,
     ) -> None:
         self._settings = settings
+        self.metrics = metrics
         self._bus = bus
         self._clock = clock
         self._log = log

@@ -21,11 +21,13 @@ from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
 
 
-class _Takeover(msgspec.Struct, frozen=True, kw_only=True):
-    """When a commit arrived, and when its sequence could take part in steps (host monotonic ns)."""
+class _Takeover(msgspec.Struct, kw_only=True):
+    """When a commit arrived, its sequence could take part in steps, its first token was sent (host monotonic ns; 0: not yet)."""
 
     committed_ns: int
     enqueued_ns: int
+    ready_ns: int = 0
+    sent_ns: int = 0
 
 
 class DecodeService(GeneratingService):
@@ -112,11 +114,12 @@ class DecodeService(GeneratingService):
             sequence.output_ids.append(command.first_token)
             replica = self.replicas.of(sequence)
             replica.scheduler.start(sequence)
-            self._takeovers[sequence.handoff_id] = _Takeover(
-                committed_ns=committed_ns, enqueued_ns=self.clock.monotonic_ns()
-            )
+            takeover = _Takeover(committed_ns=committed_ns, enqueued_ns=self.clock.monotonic_ns())
+            self._takeovers[sequence.handoff_id] = takeover
             replica.loop.wake()
+            takeover.ready_ns = self.clock.monotonic_ns()
             await self.tokens.add(sequence, command.first_token)
+            takeover.sent_ns = self.clock.monotonic_ns()
         return Accepted(handoff_id=command.handoff_id)
 
     async def token_produced(self, sequence: Sequence, outcome: StepOutcome) -> None:
@@ -133,6 +136,8 @@ class DecodeService(GeneratingService):
                 enqueue_ms=(started_ns - takeover.enqueued_ns) / 1e6,
                 total_ms=(started_ns - takeover.committed_ns) / 1e6,
                 first_step_ns=started_ns,
+                first_token_prepare_ms=(takeover.ready_ns - takeover.committed_ns) / 1e6,
+                first_token_rpc_ms=((takeover.sent_ns or self.clock.monotonic_ns()) - takeover.ready_ns) / 1e6,
             ),
             self.deadline_of(sequence),
         )

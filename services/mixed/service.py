@@ -43,11 +43,16 @@ class MixedService(GeneratingService):
 
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins."""
+        now_ns = self.clock.monotonic_ns()
+        self.work.bound(sequence, now_ns)
         self.events.publish(
             EventName.PREFILL_STARTED,
             handoff_id=sequence.handoff_id,
             request_id=sequence.request_id,
             phase="prefill",
+            at_ns=now_ns,
+            prepare_ms=(now_ns - sequence.accepted_ns) / 1e6,
+            num_tokens=sequence.num_prompt_tokens,
             source_dp_rank=sequence.dp_rank,
         )
 

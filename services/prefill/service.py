@@ -13,6 +13,7 @@ from common.bus.errors import BusError
 from common.bus.port import Bucket
 from common.bus.rpc import Handler, RefusedError
 from common.runtime.clock import Deadline
+from common.runtime.trace import within
 from common.worker.core.parts import PartProgress, PushedParts
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
@@ -22,16 +23,19 @@ from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
-from contracts.handoff import PartsAnswer, PrefillFinished, QueryParts, RunPrefill
+from contracts.handoff import PartsAnswer, PrefillFinished, QueryParts, Released, RunPrefill
 from contracts.manifest import Role
 from contracts.rank import PartPushed, PushOutcome, PushTarget
 from contracts.requests import Accepted, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
+from services.prefill.layer_times import LayerTimes
 from services.prefill.links import LinkPorts, Links
+from services.prefill.push_metrics import PushMetrics
 
 _REPORT_EVERY_S: Final = 0.005
 _TELL_AFTER_S: Final = 1.0
+_HANDED_OVER: Final = "handed_over"
 _UNLINK_TIMEOUT_S: Final = 5.0
 
 
@@ -42,11 +46,15 @@ class _Prefill(msgspec.Struct, kw_only=True):
     takeover runs on: they are published once the prefill is released, or when they are a second old.
     """
 
+    sequence: Sequence
     parts: PushedParts
     parts_left: dict[int, int]
     accepted_ns: int
     started_ns: int = 0
-    untold: list[Callable[[], None]] = []
+    computed_ns: int = 0
+    response_rpc_ms: float | None = None
+    layers: LayerTimes = msgspec.field(default_factory=LayerTimes)
+    untold: list[Callable[[], object]] = []
     failed: bool = False
 
 
@@ -60,6 +68,7 @@ class PrefillService(WorkerService):
         self._prefills: dict[str, _Prefill] = {}
         self._unreported: dict[tuple[str, int], None] = {}
         self._has_unreported = asyncio.Event()
+        self._pushes = PushMetrics(parts.metrics)
         self.links = Links(
             LinkPorts(
                 own=WorkerRef(worker_id=parts.settings.worker_id, incarnation=parts.incarnation),
@@ -126,9 +135,10 @@ class PrefillService(WorkerService):
             sequence.handoff_id, WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
         )
         self._prefills[sequence.handoff_id] = _Prefill(
+            sequence=sequence,
             parts=PushedParts(sequence.handoff_id, self.incarnation, replica.dp_rank),
             parts_left=owed,
-            accepted_ns=self.clock.monotonic_ns(),
+            accepted_ns=sequence.accepted_ns,
         )
         replica.scheduler.enqueue(sequence)
         replica.loop.wake()
@@ -147,6 +157,7 @@ class PrefillService(WorkerService):
         if prefill is None:
             return
         prefill.started_ns = self.clock.monotonic_ns()
+        self.work.bound(sequence, prefill.started_ns)
         self.events.publish(
             EventName.PREFILL_STARTED,
             handoff_id=sequence.handoff_id,
@@ -164,31 +175,52 @@ class PrefillService(WorkerService):
         for produced in outcome.produced:
             sequence = self.table.by_seq(produced.seq)
             prefill = None if sequence is None else self._prefills.get(sequence.handoff_id)
-            if sequence is None or prefill is None:
-                continue
-            self.replicas.of(sequence).scheduler.hold(sequence)
-            reason = sequence.finish_reason(produced.token_id, self.info.eos_token_ids)
-            deadline = self.deadline_of(sequence)
-            self.report(
-                PrefillFinished(
-                    handoff_id=sequence.handoff_id,
-                    incarnation=self.incarnation,
-                    first_token=produced.token_id,
-                    finish_reason=reason,
-                    queue_ms=(prefill.started_ns - prefill.accepted_ns) / 1e6,
-                    compute_ms=(outcome.result.ended_ns - prefill.started_ns) / 1e6,
-                ),
-                deadline,
-            )
-            if reason is not None:
-                end = partial(self.tokens.end, sequence, deadline, token=produced.token_id, finish_reason=reason)
-                await self.reports.start(end)
-            prefill.untold += self._layer_events(sequence, outcome)
+            if sequence is not None and prefill is not None:
+                with within(sequence.trace):
+                    await self._computed(sequence, prefill, produced.token_id, outcome.result.ended_ns)
+        for item in outcome.plan.items:
+            sequence = self.table.by_seq(item.seq)
+            prefill = None if sequence is None else self._prefills.get(sequence.handoff_id)
+            if prefill is not None:
+                prefill.layers.add(outcome.result)
+                if item.last_chunk:
+                    prefill.untold += self._layer_events(prefill)
+
+    async def _computed(self, sequence: Sequence, prefill: _Prefill, token: int, ended_ns: int) -> None:
+        self.replicas.of(sequence).scheduler.hold(sequence)
+        reason = sequence.finish_reason(token, self.info.eos_token_ids)
+        sequence.outcome = str(reason or _HANDED_OVER)
+        deadline = self.deadline_of(sequence)
+        prefill.computed_ns = ended_ns
+
+        def answered(rpc_ms: float) -> None:
+            prefill.response_rpc_ms = rpc_ms
+
+        self.report(
+            PrefillFinished(
+                handoff_id=sequence.handoff_id,
+                incarnation=self.incarnation,
+                first_token=token,
+                finish_reason=reason,
+                queue_ms=(prefill.started_ns - prefill.accepted_ns) / 1e6,
+                compute_ms=(ended_ns - prefill.started_ns) / 1e6,
+            ),
+            deadline,
+            answered=answered,
+        )
+        if reason is not None:
+            end = partial(self.tokens.end, sequence, deadline, token=token, finish_reason=reason)
+            await self.reports.start(end)
 
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """Tell the broker that these prompts will not be computed."""
         for sequence in sequences:
             self._fail(sequence, error)
+
+    def release_answer(self, handoff_id: str) -> Released:
+        """See `WorkerService.release_answer`."""
+        prefill = self._prefills.get(handoff_id)
+        return Released(handoff_id=handoff_id, response_rpc_ms=None if prefill is None else prefill.response_rpc_ms)
 
     async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
         """See `WorkerService.end`."""
@@ -197,6 +229,7 @@ class PrefillService(WorkerService):
         prefill = self._prefills.pop(handoff_id, None)
         if prefill is not None:
             _tell(prefill)
+            self._log_end(prefill)
 
     async def drain(self) -> None:
         """See `WorkerService.drain`. Links go when their last transfer has ended, and so does their record."""
@@ -208,6 +241,7 @@ class PrefillService(WorkerService):
         """Note what the ranks of one replica have pushed, as they say it."""
         while True:
             push = await replica.engine.next_push()
+            self._pushes.count(push)
             sequence = self.table.get(push.handoff_id)
             prefill = self._prefills.get(push.handoff_id)
             if sequence is None or prefill is None:
@@ -248,10 +282,11 @@ class PrefillService(WorkerService):
         prefill = self._prefills.get(handoff_id)
         if prefill is None:
             return
-        try:
-            await self.bus.publish(subjects.parts(handoff_id), encode(prefill.parts.report(rank)))
-        except BusError as error:  # the broker asks for the parts when it misses some
-            self.log.info("parts_report_lost", handoff_id=handoff_id, error_code=error.code)
+        with within(prefill.sequence.trace):
+            try:
+                await self.bus.publish(subjects.parts(handoff_id), encode(prefill.parts.report(rank)))
+            except BusError as error:  # the broker asks for the parts when it misses some
+                self.log.info("parts_report_lost", handoff_id=handoff_id, error_code=error.code)
 
     def _fail(self, sequence: Sequence, error: ErrorInfo) -> None:
         self.replicas.of(sequence).scheduler.hold(sequence)
@@ -259,15 +294,33 @@ class PrefillService(WorkerService):
         if prefill is None or prefill.failed:
             return  # with one part of a transfer fail all that were in it: once is enough to say so
         prefill.failed = True
-        self.log.error(
-            "prefill_failed", handoff_id=sequence.handoff_id, error_code=error.code, error_message=error.message
-        )
-        self.report(
-            PrefillFinished(handoff_id=sequence.handoff_id, incarnation=self.incarnation, error=error),
-            self.deadline_of(sequence),
-        )
+        sequence.outcome = str(error.code)
+        with within(sequence.trace):
+            self.log.error(
+                "prefill_failed", handoff_id=sequence.handoff_id, error_code=error.code, error_message=error.message
+            )
+            self.report(
+                PrefillFinished(handoff_id=sequence.handoff_id, incarnation=self.incarnation, error=error),
+                self.deadline_of(sequence),
+            )
 
-    def _part_event(self, sequence: Sequence, push: PartPushed, part: PartProgress) -> Callable[[], None]:
+    def _log_end(self, prefill: _Prefill) -> None:
+        sequence, pushed = prefill.sequence, prefill.parts.reports()
+        with within(sequence.trace):
+            self.log.info(
+                "prefill_ended",
+                handoff_id=sequence.handoff_id,
+                request_id=sequence.request_id,
+                outcome=sequence.outcome or "released",
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                bytes=sum(report.num_bytes for report in pushed),
+                queue_ms=(prefill.started_ns - prefill.accepted_ns) / 1e6 if prefill.started_ns else None,
+                compute_ms=(prefill.computed_ns - prefill.started_ns) / 1e6 if prefill.computed_ns else None,
+                push_ms={str(report.source_rank): report.push_ms for report in pushed},
+                response_rpc_ms=prefill.response_rpc_ms,
+            )
+
+    def _part_event(self, sequence: Sequence, push: PartPushed, part: PartProgress) -> Callable[[], object]:
         return partial(
             self.events.publish,
             EventName.PART_PUSHED,
@@ -286,29 +339,30 @@ class PrefillService(WorkerService):
             destination_dp_rank=0 if sequence.push is None else sequence.push.grant.dp_rank,
         )
 
-    def _layer_events(self, sequence: Sequence, outcome: StepOutcome) -> Iterator[Callable[[], None]]:
-        for rank, started in enumerate(outcome.result.layer_started_ns):
-            ends = (*started[1:], outcome.result.ended_ns)
-            for layer, (start_ns, end_ns) in enumerate(zip(started, ends, strict=False)):
-                yield partial(
-                    self.events.publish,
-                    EventName.LAYER_COMPUTED,
-                    handoff_id=sequence.handoff_id,
-                    request_id=sequence.request_id,
-                    phase="prefill",
-                    at_ns=end_ns,
-                    started_ns=start_ns,
-                    duration_ms=(end_ns - start_ns) / 1e6,
-                    layer=layer,
-                    source_rank=rank,
-                    source_dp_rank=sequence.dp_rank,
-                )
+    def _layer_events(self, prefill: _Prefill) -> Iterator[Callable[[], object]]:
+        sequence = prefill.sequence
+        for time in prefill.layers:
+            yield partial(
+                self.events.publish,
+                EventName.LAYER_COMPUTED,
+                handoff_id=sequence.handoff_id,
+                request_id=sequence.request_id,
+                phase="prefill",
+                at_ns=time.ended_ns,
+                started_ns=time.started_ns,
+                duration_ms=time.busy_ns / 1e6,
+                num_chunks=time.num_chunks,
+                layer=time.layer,
+                source_rank=time.rank,
+                source_dp_rank=sequence.dp_rank,
+            )
 
 
 def _tell(prefill: _Prefill) -> None:
     untold, prefill.untold = prefill.untold, []
-    for publish in untold:
-        publish()
+    with within(prefill.sequence.trace):
+        for publish in untold:
+            publish()
 
 
 def _is_complete(part: PartProgress, role: Role, sequence: Sequence) -> bool:

@@ -7,7 +7,7 @@ import msgspec
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode
-from contracts.handoff import PrefillFinished, RequestEnded, Reserved, ReserveDecode, RunMixed, TakenOver
+from contracts.handoff import PrefillFinished, Released, RequestEnded, Reserved, ReserveDecode, RunMixed, TakenOver
 from contracts.requests import (
     Accepted,
     CancelWork,
@@ -56,9 +56,13 @@ def test_a_handoff_from_reserve_to_release() -> None:
         assert isinstance(taken_over, TakenOver)
         assert isinstance(ended, RequestEnded)
         assert ended.num_tokens == 12
+        released = await mesh.release("prefill", "prefill-0")
+        assert isinstance(released, Released)
+        assert released.response_rpc_ms is not None
+        assert released.response_rpc_ms >= 0
         for _ in range(2):
-            assert await mesh.release("prefill", "prefill-0") == Accepted(handoff_id=HANDOFF)
-            assert await mesh.release("decode", "decode-0") == Accepted(handoff_id=HANDOFF)
+            assert await mesh.release("prefill", "prefill-0") == Released(handoff_id=HANDOFF)
+            assert await mesh.release("decode", "decode-0") == Released(handoff_id=HANDOFF)
         mesh.assert_empty()
         assert mesh.services["decode-0"].work.num_prefilled_tokens == 0
         assert mesh.services["prefill-0"].work.num_prefilled_tokens == len(PROMPT)

@@ -30,6 +30,7 @@ from contracts.handoff import (
     CommitHandoff,
     PartsReport,
     PrefillFinished,
+    Released,
     ReleaseHandoff,
     RequestEnded,
     Reserved,
@@ -252,7 +253,7 @@ class Mesh:
     async def release(self, role: str, worker_id: str, handoff: str = HANDOFF) -> Any:
         """Release as the broker does."""
         message = ReleaseHandoff(handoff_id=handoff, reason="test", tombstone_ms=60_000)
-        return await self.ask(role, worker_id, WorkerVerb.RELEASE, message)
+        return await self.ask(role, worker_id, WorkerVerb.RELEASE, message, Released | Refused)
 
     async def text(self) -> tuple[list[int], TokenFrame]:
         """All token ids up to the final frame, and that frame."""

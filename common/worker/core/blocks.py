@@ -23,10 +23,11 @@ class BlockPool:
 
     The lowest free ids are handed out first, so that a young pool gives runs of adjacent blocks, which are cheap to copy.
     Generations come from one counter: every reservation and every return of one gets a number of its own, so that no two
-    owners of a block ever share one.
+    owners of a block ever share one. Replica `dp_rank` of `dp` counts in steps of `dp`: what is written into another replica
+    than the one that granted it is refused there, too.
     """
 
-    def __init__(self, *, num_blocks: int, num_slots: int, block_size: int) -> None:
+    def __init__(self, *, num_blocks: int, num_slots: int, block_size: int, dp_rank: int = 0, dp: int = 1) -> None:
         for field, value in (("num_blocks", num_blocks), ("num_slots", num_slots), ("block_size", block_size)):
             if value < 1:
                 raise InvalidValueError(field=field, value=value, rule="1 or more")
@@ -35,7 +36,8 @@ class BlockPool:
         self.block_size = block_size
         self._free_blocks = list(range(num_blocks))
         self._free_slots = list(range(num_slots))
-        self._generation = 0
+        self._generation = dp_rank
+        self._dp = dp
         self._held: dict[int, Reservation] = {}
         self._quarantined: dict[int, Reservation] = {}
 
@@ -53,6 +55,11 @@ class BlockPool:
     def num_quarantined_blocks(self) -> int:
         """Blocks that nobody owns but some writer may still touch."""
         return sum(len(reservation.block_ids) for reservation in self._quarantined.values())
+
+    @property
+    def num_quarantined_slots(self) -> int:
+        """Slots that nobody owns but some writer may still touch."""
+        return len(self._quarantined)
 
     @property
     def held(self) -> tuple[Reservation, ...]:
@@ -79,7 +86,7 @@ class BlockPool:
 
     def next_generation(self) -> int:
         """A number above all that were given before: what the cells of returned memory are raised to."""
-        self._generation += 1
+        self._generation += self._dp
         return self._generation
 
     def release(self, reservation: Reservation) -> None:

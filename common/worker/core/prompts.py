@@ -40,6 +40,11 @@ class PromptBuffer:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that room is kept for."""
+        return self._num_tokens
+
     def add(self, frame: PromptFrame, now: float) -> None:
         """Keep a frame; a repeat changes nothing. Raises `InvalidValueError`, or OVERLOADED without room."""
         try:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from common.worker.core.blocks import Reservation
 from contracts.rank import PushTarget
 from contracts.requests import FinishReason, SamplingParams
+from contracts.trace import TraceContext
 
 
 class SequenceState(StrEnum):
@@ -23,7 +24,8 @@ class Sequence:
     """A request as the scheduler of replica `dp_rank` sees it.
 
     Positions `[0, num_computed)` have cache. `pending_token` is the token at position `num_computed` when it has been
-    sampled but not computed; while it is None the prompt's own tokens come next.
+    sampled but not computed; while it is None the prompt's own tokens come next. `trace` is the hop of the command that brought
+    it, at `accepted_ns`; `outcome` says in one word how it ended, for those who count.
     """
 
     seq: int
@@ -34,6 +36,7 @@ class Sequence:
     router_id: str
     num_prompt_tokens: int
     sampling: SamplingParams
+    trace: TraceContext | None = None
     prompt_ids: tuple[int, ...] = ()
     memory: Reservation | None = None
     push: PushTarget | None = None
@@ -43,6 +46,8 @@ class Sequence:
     pending_is_sampled: bool = False
     output_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
+    accepted_ns: int = 0
+    outcome: str = ""
 
     @property
     def num_prompt_left(self) -> int:
