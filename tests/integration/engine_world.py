@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from common.dataplane.port import DataPlane
 from common.engine.collectives.threads import ThreadGroup
 from common.engine.port import EngineInfo
 from common.engine.rank_group import RankGroup, RankGroupTimeouts
@@ -22,8 +23,10 @@ TIMEOUT_S = 60
 NUM_TOKENS = 64
 
 
-def thread_launcher(size: int, timeout_s: float = 20.0) -> ThreadLauncher:
-    """Ranks in threads of this process."""
+def thread_launcher(
+    size: int, timeout_s: float = 20.0, watch: Callable[[StartRank, DataPlane], DataPlane] = lambda _, plane: plane
+) -> ThreadLauncher:
+    """Ranks in threads of this process, whose data planes `watch` may look at or replace."""
     group = ThreadGroup(size, timeout_s=timeout_s)
     clock = SystemClock()
 
@@ -31,7 +34,7 @@ def thread_launcher(size: int, timeout_s: float = 20.0) -> ThreadLauncher:
         environment = RankEnvironment(
             clock=clock,
             join=lambda start: group.join(start.rank) if size > 1 else None,
-            open_data_plane=lambda start: open_shm(start, clock),
+            open_data_plane=lambda start: watch(start, open_shm(start, clock)),
         )
         serve(connection, environment)
 
