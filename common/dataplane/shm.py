@@ -101,13 +101,13 @@ class ShmDataPlane:
         finally:
             os.close(received)
         try:
-            remote = ShmRemoteRegion(descriptor, connection, fd, self.now)
+            remote = ShmRemoteRegion(descriptor, connection, fd, now=self.now, on_close=self._forget)
         except (DataPlaneError, OSError) as error:
             connection.close()
             os.close(fd)
             raise DataPlaneError(f"the peer's region cannot be mapped: {error}") from error
         with self._guard:
-            self._remotes = [other for other in self._remotes if not other.closed] + [remote]
+            self._remotes.append(remote)
             closed = self._closed
         if closed:
             remote.close()
@@ -117,8 +117,14 @@ class ShmDataPlane:
         """Close every region and connection, and remove the socket. Idempotent."""
         with self._guard:
             self._closed = True
-        for remote in self._remotes:
+            remotes = tuple(self._remotes)
+        for remote in remotes:
             remote.close()
         for region in self._regions:
             region.close()
         self.server.close()
+
+    def _forget(self, remote: ShmRemoteRegion) -> None:
+        with self._guard:
+            if remote in self._remotes:
+                self._remotes.remove(remote)

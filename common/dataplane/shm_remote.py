@@ -32,15 +32,25 @@ class ShmRemoteRegion:
     """A peer's region. See `port.RemoteRegion`. Every transfer has ended when its call returns: never INDETERMINATE."""
 
     def __init__(
-        self, descriptor: RegionDescriptor, connection: socket.socket, fd: int, now: Callable[[], float]
+        self,
+        descriptor: RegionDescriptor,
+        connection: socket.socket,
+        fd: int,
+        *,
+        now: Callable[[], float],
+        on_close: Callable[[ShmRemoteRegion], None],
     ) -> None:
-        """Use `ShmDataPlane.connect`. Owns `connection` and `fd`, an open file of its own, unless it raises."""
+        """Use `ShmDataPlane.connect`. Owns `connection` and `fd`, an open file of its own, unless it raises.
+
+        After `on_close` nobody should keep this object: the peer's memory stays mapped, and in use, as long as it lives.
+        """
         self.descriptor: Final = descriptor
         self._memory = RegionMemory(fd, descriptor.num_cells, descriptor.length)
         self._fd = fd
         self._connection = connection
         self._locks = SharedLocks(fd)
         self._now = now
+        self._on_close = on_close
         self._guard = threading.Lock()
         self._num_users = 0
         self._closed = False
@@ -48,11 +58,6 @@ class ShmRemoteRegion:
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN | select.POLLRDHUP)
         self._checks: dict[int, CellCheck] = {}
-
-    @property
-    def closed(self) -> bool:
-        """Whether this end has been closed."""
-        return self._closed
 
     @property
     def peer_alive(self) -> bool:
@@ -118,6 +123,7 @@ class ShmRemoteRegion:
                 return
             self._closed = True
             idle = self._num_users == 0
+        self._on_close(self)
         if idle:
             self._release()
 

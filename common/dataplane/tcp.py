@@ -98,9 +98,9 @@ class TcpDataPlane:
             raise DataPlaneError(
                 f"descriptor: {shown} cannot be reached; only {TRANSPORT} version {DESCRIPTOR_VERSION} in host memory"
             )
-        remote = TcpRemoteRegion(descriptor, self.now, deadline)
+        remote = TcpRemoteRegion(descriptor, now=self.now, deadline=deadline, on_close=self._forget)
         with self._guard:
-            self._remotes = [other for other in self._remotes if not other.closed] + [remote]
+            self._remotes.append(remote)
             closed = self._closed
         if closed:
             remote.close()
@@ -110,8 +110,14 @@ class TcpDataPlane:
         """Close every region and connection, stop listening, end all threads. Idempotent."""
         with self._guard:
             self._closed = True
-        for remote in self._remotes:
+            remotes = tuple(self._remotes)
+        for remote in remotes:
             remote.close()
         for region in self._regions:
             region.close()
         self.server.close()
+
+    def _forget(self, remote: TcpRemoteRegion) -> None:
+        with self._guard:
+            if remote in self._remotes:
+                self._remotes.remove(remote)

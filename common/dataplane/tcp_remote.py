@@ -39,10 +39,18 @@ _DEAD: Final = "the peer has closed the region or died, or this end is closed"
 class TcpRemoteRegion:
     """A peer's region. See `port.RemoteRegion`. A failed transfer costs its connection; the next one opens another."""
 
-    def __init__(self, descriptor: RegionDescriptor, now: Callable[[], float], deadline: float) -> None:
+    def __init__(
+        self,
+        descriptor: RegionDescriptor,
+        *,
+        now: Callable[[], float],
+        deadline: float,
+        on_close: Callable[[TcpRemoteRegion], None],
+    ) -> None:
         """Use `TcpDataPlane.connect`. Raises `DataPlaneError`."""
         self.descriptor: Final = descriptor
         self._now = now
+        self._on_close = on_close
         self._changed = threading.Condition()
         self._idle: list[Channel] = []
         self._busy: set[Channel] = set()
@@ -50,11 +58,6 @@ class TcpRemoteRegion:
         self._closed = False
         self._peer_alive = True
         self._lifeline: Final = open_channel(descriptor, now, deadline)
-
-    @property
-    def closed(self) -> bool:
-        """Whether this end has been closed."""
-        return self._closed
 
     @property
     def peer_alive(self) -> bool:
@@ -83,6 +86,7 @@ class TcpRemoteRegion:
             self._changed.notify_all()
         for channel in idle:
             channel.close()
+        self._on_close(self)
 
     def _run(
         self,
@@ -110,7 +114,7 @@ class TcpRemoteRegion:
             result = move(transfer)
         finally:
             self._leave(channel, reusable=transfer.reusable)
-        if result.outcome is Outcome.DONE and self._closed:
+        if self._closed and result.outcome is not Outcome.INDETERMINATE:
             return _failed(_DEAD, result.nbytes)
         return result
 
