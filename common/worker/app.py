@@ -43,7 +43,12 @@ async def _start(
 ) -> None:
     clock: Clock = SystemClock()
     metrics = Metrics()
-    admin = AdminServer(AdminRoutes(state=lambda: lifecycle.state, metrics=metrics), port=settings.admin_port)
+    buses: list[
+        NatsBus
+    ] = []  # one, once the engine is there: what looks after the process is served from the beginning
+    checks = {"bus_connected": lambda: all(bus.is_connected for bus in buses)}
+    routes = AdminRoutes(state=lambda: lifecycle.state, metrics=metrics, ready=checks)
+    admin = AdminServer(routes, port=settings.admin_port)
     lifecycle.on_close("admin", admin.close)
     log.info("admin_port_opened", port=await admin.start())
     engines = make_engines(settings, incarnation, clock)
@@ -76,6 +81,7 @@ async def _start(
         observer=BusMetrics(metrics),
     )
     lifecycle.on_close("bus", bus.close)
+    buses.append(bus)
     await bus.ensure_stream(EVENTS_CONFIG)
     service = kind(
         WorkerParts(
