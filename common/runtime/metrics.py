@@ -6,7 +6,7 @@ and never that of one request. `docs/metrics.md` lists them all.
 
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -31,6 +31,15 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _WRONG_UNITS: Final = ("_ms", "_us", "_milliseconds", "_microseconds", "_kb", "_mb", "_gb", "_percent")
 
 
+class MetricRow(NamedTuple):
+    """What is known of a metric before it has any value. `kind` is counter, gauge or histogram."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+
 class Metrics:
     """The registry of one process. Two of them in one process do not meet."""
 
@@ -38,23 +47,37 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._rows: list[MetricRow] = []
         ProcessCollector(registry=self._registry)
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         """Count what only grows. The name ends with `_total`."""
         if not name.endswith("_total"):
             raise ValueError(f"{name}: the rule is: the name of a counter ends with _total")
-        return Counter(_full(name), text, labels, registry=self._registry)
+        return Counter(self._described(name, "counter", labels, text), text, labels, registry=self._registry)
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         """Show what goes up and down."""
-        return Gauge(_full(name), text, labels, registry=self._registry)
+        return Gauge(self._described(name, "gauge", labels, text), text, labels, registry=self._registry)
 
     def histogram(
         self, name: str, text: str, labels: Sequence[str] = (), buckets: Sequence[float] = LATENCY_BUCKETS
     ) -> Histogram:
         """Show how something is spread, seconds by default."""
-        return Histogram(_full(name), text, labels, buckets=buckets, registry=self._registry)
+        full = self._described(name, "histogram", labels, text)
+        return Histogram(full, text, labels, buckets=buckets, registry=self._registry)
+
+    @property
+    def described(self) -> tuple[MetricRow, ...]:
+        """Every metric of ours, in the order of registration."""
+        return tuple(self._rows)
+
+    def _described(self, name: str, kind: str, labels: Sequence[str], text: str) -> str:
+        full = _full(name)
+        if not text:
+            raise ValueError(f"{name}: the rule is: a metric has a text that says what it means")
+        self._rows.append(MetricRow(full, kind, tuple(labels), text))
+        return full
 
     def exposition(self) -> bytes:
         """Everything, as the body of an answer of `content_type`."""
