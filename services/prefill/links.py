@@ -52,6 +52,7 @@ MAX_PEERS: Final = 1024
 
 _TICK_S: Final = 0.5
 _ENGINE: Final = "engine"
+_MAX_REASON_CHARS: Final = 1000
 
 
 @dataclass(kw_only=True)
@@ -263,13 +264,14 @@ class Links:
 
     def _failure(self, effect: Meet | Connect | Disconnect, error: PdmeshError) -> PairEvent:
         at, incarnation = self._clock.monotonic(), effect.incarnation
+        text = error.message[:_MAX_REASON_CHARS]  # a peer may have written it, and it must fit into a record
         if isinstance(effect, Disconnect):
-            self._log.error("unlink_failed", peer_incarnation=incarnation, error_message=error.message)
+            self._log.error("unlink_failed", peer_incarnation=incarnation, error_message=text)
             return Disconnected(at=at, incarnation=incarnation)
         if error.code is ErrorCode.INCOMPATIBLE_WORKERS:
             rule = str(error.rule) if isinstance(error, PlanRefusedError) else _ENGINE
-            return PairRefused(at=at, incarnation=incarnation, refusal=Refusal(rule=rule, reason=error.message))
-        return TryFailed(at=at, incarnation=incarnation, reason=f"{error.code}: {error.message}")
+            return PairRefused(at=at, incarnation=incarnation, refusal=Refusal(rule=rule, reason=text))
+        return TryFailed(at=at, incarnation=incarnation, reason=f"{error.code}: {text}")
 
     # What people and other services see.
 
