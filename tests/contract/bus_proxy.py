@@ -1,7 +1,7 @@
 """A line to a NATS server on which a test can put words into the server's mouth."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
@@ -13,6 +13,8 @@ class Proxy:
         self._target = urlsplit(url)
         self._to_clients: set[asyncio.StreamWriter] = set()
         self.url = ""
+        self.is_mute = False
+        """While true, what the server says is lost; what it is told arrives."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Join one client to the server, until either ends."""
@@ -21,7 +23,7 @@ class Proxy:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_pass_on(reader, to_server), name="to-server")
-                tasks.create_task(_pass_on(there, writer), name="to-client")
+                tasks.create_task(_pass_on(there, writer, is_lost=lambda: self.is_mute), name="to-client")
         finally:
             self._to_clients.discard(writer)
 
@@ -31,10 +33,19 @@ class Proxy:
             writer.write(words)
         return len(self._to_clients)
 
+    def cut(self) -> None:
+        """Break every connection."""
+        for writer in self._to_clients:
+            writer.transport.abort()
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+
+async def _pass_on(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_lost: Callable[[], bool] = lambda: False
+) -> None:
     try:
         while data := await reader.read(65536):
+            if is_lost():
+                continue
             writer.write(data)
             await writer.drain()
     except OSError:

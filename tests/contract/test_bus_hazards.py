@@ -14,7 +14,7 @@
 | 10 | pull fetches stall after one that timed out | test_no_part_of_the_product_pulls, test_reading_a_stream_fails_when_the_server_stands_still_and_works_after |
 | 11 | a ttl of a message is dropped by the first update; no watch tells of expiry | test_a_renewed_value_still_expires_and_no_watch_tells_of_it, test_values_expire |
 | 12 | revisions come twice after the loss of a store | test_the_revisions_of_a_wiped_bucket_start_again_under_another_epoch |
-| 13 | a write without an answer: done, not done, or done later; an event stored twice | test_a_write_that_a_frozen_server_takes_later_is_done_once, test_a_write_that_died_with_the_server_can_be_made_again, test_a_write_in_flight_when_the_server_dies_may_have_been_done, test_records_over_a_server_that_stands_still_in_mid_write, test_events_survive_kill_upon_kill_each_stored_once |
+| 13 | a write without an answer: done, not done, or done later; an event stored twice | test_a_write_that_a_frozen_server_takes_later_is_done_once, test_a_write_that_died_with_the_server_can_be_made_again, test_a_write_in_flight_when_the_server_dies_may_have_been_done, test_records_over_a_server_that_stands_still_in_mid_write, test_events_survive_kill_upon_kill_each_stored_once, test_what_was_stored_and_not_acknowledged_is_not_stored_again |
 | 14 | buckets in memory vanish with the server | test_buckets_and_streams_lie_in_files_and_those_in_memory_are_refused |
 | 15 | a dead peer is found by timeout only | test_a_request_to_nobody_fails_fast, test_a_killed_peer_is_told_by_the_lack_of_responders |
 | 16 | a stream keeps requests, and its acknowledgement races the reply | test_a_stream_that_would_keep_requests_is_refused, test_a_strange_stream_that_keeps_requests_stops_a_service_from_starting |

@@ -19,6 +19,7 @@ from services.broker.core.effects import StoreRecord
 from services.broker.core.events import RecordConflict, RecordStored
 from services.broker.records import Records
 from tests.contract import golden_messages
+from tests.contract.bus_proxy import proxied
 from tests.contract.bus_world import PATIENCE_S, World, holds, open_nats, soon, told, unique, until
 
 TTL_S = 0.5
@@ -188,6 +189,36 @@ async def test_events_survive_kill_upon_kill_each_stored_once(breakable: World) 
         stored = Counter([int(each.data) async for each in bus.read_stream("E")])
         assert stored == Counter(range(count))
         assert bus.events_dropped == 0
+
+
+async def test_what_was_stored_and_not_acknowledged_is_not_stored_again(nats_server: NatsServer) -> None:
+    """Every answer of the store is lost, then the connection: events are there once, and a write may have been done."""
+    async with (
+        proxied(nats_server.url) as line,
+        open_nats(line.url) as bus,
+        open_nats(nats_server.url) as witness,
+        asyncio.TaskGroup() as tasks,
+    ):
+        name = unique("UNHEARD")
+        await bus.ensure_stream(StreamConfig(name=name, subjects=(f"{name}.>",)))
+        bucket = await bus.ensure_bucket(BucketConfig(name=name))
+        line.is_mute = True
+        for number in range(40):
+            bus.publish_event(f"{name}.a", b"", message_id=str(number))
+        writing = tasks.create_task(_failure(bucket), name="writing")
+
+        async def all_is_stored() -> bool:
+            events, values = await witness._jetstream.info(name), await witness._jetstream.info(f"KV_{name}")
+            return (events["state"]["messages"], values["state"]["messages"]) == (40, 1)
+
+        await until(all_is_stored)
+        line.is_mute = False
+        line.cut()
+        assert (await soon(writing)).maybe_done
+        assert await bus.flush_events(PATIENCE_S)
+        assert (bus.reconnects, bus.events_dropped) == (1, 0)
+        assert len([stored async for stored in bus.read_stream(name)]) == 40
+        assert await bucket.get("k") == Entry("k", b"1", 1)
 
 
 async def test_buckets_and_streams_lie_in_files_and_those_in_memory_are_refused(nats_server: NatsServer) -> None:

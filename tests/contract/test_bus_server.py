@@ -1,6 +1,7 @@
 """The server process: found in the right order, started, restarted, stopped."""
 
 import http.client
+import json
 import stat
 from pathlib import Path
 
@@ -59,6 +60,36 @@ def test_a_server_that_does_not_come_up_is_told_with_its_log(tmp_path: Path) -> 
     assert (server.is_running, server.pid) == (False, None)
     with pytest.raises(ServerNotStarted, match="cannot be run"):
         NatsServer(tmp_path / "store", binary=tmp_path / "absent").start()
+
+
+def test_a_frozen_server_is_alive_and_can_be_stopped(tmp_path: Path) -> None:
+    """It answers nothing until it thaws, thawing twice is fine, and stopping needs no thaw; freezing nothing is told."""
+    server = NatsServer(tmp_path)
+    with pytest.raises(ServerNotStarted, match="does not run"):
+        server.freeze()
+    with server:
+        for _ in range(2):
+            server.freeze()
+            assert server.is_running
+            assert not server._is_healthy()
+            server.thaw()
+            server.thaw()
+            assert server._is_healthy()
+        server.freeze()
+        server.stop()
+        assert not server.is_running
+
+
+def test_a_configuration_reaches_the_server(tmp_path: Path) -> None:
+    """What the command line cannot say; an error in it is told."""
+    with NatsServer(tmp_path / "one", config="max_pending: 2000000") as server:
+        connection = http.client.HTTPConnection(server.monitor_url.removeprefix("http://"), timeout=10)
+        connection.request("GET", "/varz")
+        told = json.loads(connection.getresponse().read())
+        connection.close()
+    assert told["max_pending"] == 2_000_000
+    with pytest.raises(ServerNotStarted, match="no_such_option"):
+        NatsServer(tmp_path / "two", config="no_such_option: 1").start()
 
 
 def test_it_comes_back_at_the_same_address_and_can_be_ended_twice(tmp_path: Path) -> None:

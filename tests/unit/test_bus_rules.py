@@ -3,7 +3,7 @@
 import pytest
 
 from common.bus.errors import InvalidSubject, PayloadTooLarge
-from common.bus.rules import check_key, check_message, check_name, check_pattern, check_subject, matches
+from common.bus.rules import check_key, check_message, check_name, check_pattern, check_subject, matches, overlaps
 from contracts.codec import MAX_MESSAGE_BYTES
 
 
@@ -29,6 +29,31 @@ from contracts.codec import MAX_MESSAGE_BYTES
 def test_patterns_cover_what_nats_says(pattern: str, subject: str, expected: bool) -> None:
     """`*` is one token, a final `>` one or more, case counts."""
     assert matches(pattern, subject) is expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("a.b", "a.b", True),
+        ("a.b", "a.c", False),
+        ("a.b", "a.b.c", False),
+        ("a.*", "a.b", True),
+        ("*.b", "a.*", True),
+        ("*.b", "a.c", False),
+        ("a.*.c", "a.b.*", True),
+        ("a.>", "a", False),
+        ("a.>", "a.b.c", True),
+        ("a.>", "b.>", False),
+        ("a.>", "*.b.>", True),
+        (">", "a", True),
+        ("a.*", "a.b.>", False),
+        ("a.*.*", "a.b.>", True),
+    ],
+)
+def test_patterns_overlap_if_one_subject_fits_both(one: str, other: str, expected: bool) -> None:
+    """Whichever comes first; wildcards on both sides count."""
+    assert overlaps(one, other) is expected
+    assert overlaps(other, one) is expected
 
 
 def test_good_names_pass() -> None:
