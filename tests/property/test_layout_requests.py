@@ -80,14 +80,14 @@ def transfers(draw: st.DrawFn) -> Transfers:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(transfers())
 def test_several_sequences_arrive_whole_and_touch_nothing_else(made: Transfers) -> None:
     """Each byte of each sequence is written once, with its own content; cached tokens and all other memory keep their poison."""
     Checker(made.pairs).check(made.source, made.destination)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(transfers())
 def test_what_is_reported_of_all_chunks_tiles_what_the_ledger_waits_for(made: Transfers) -> None:
     """Part by part, of target and draft: the token ranges of the chunks do not overlap, and together are what is owed."""

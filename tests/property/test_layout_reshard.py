@@ -87,10 +87,11 @@ def test_replicas_share_the_writing_as_evenly_as_heads_can_be_dealt(num_heads: i
     """For every topology: no rank owes more than one head of one layer above another, and KEY and VALUE share a writer."""
     for whole in (False, True) if num_heads > 1 else (True,):
         shape = make_shape(layers="ff", kv=num_heads, draft=1, draft_whole=whole)
+        destinations = [Worker(shape, *cut, name="decode-0") for cut in cuts(num_heads)]
         for tp in kv_sizes(num_heads):
             source = Worker(shape, tp)
-            for cut in cuts(num_heads):
-                made = link(source, Worker(shape, *cut, name="decode-0"))
+            for destination in destinations:
+                made = link(source, destination)
                 owed = dict.fromkeys(range(tp), 0)
                 for template in made.templates:
                     assert isinstance(template, PagedTemplate)
