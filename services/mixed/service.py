@@ -44,6 +44,7 @@ class MixedService(GeneratingService):
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins."""
         now_ns = self.clock.monotonic_ns()
+        sequence.bound_ns = now_ns
         self.work.bound(sequence, now_ns)
         self.events.publish(
             EventName.PREFILL_STARTED,
@@ -65,6 +66,8 @@ class MixedService(GeneratingService):
                 request_id=sequence.request_id,
                 phase="prefill",
                 at_ns=outcome.result.ended_ns,
+                prepare_ms=(sequence.bound_ns - sequence.accepted_ns) / 1e6,
+                duration_ms=(outcome.result.ended_ns - sequence.bound_ns) / 1e6,
                 num_tokens=sequence.num_prompt_tokens,
                 source_dp_rank=sequence.dp_rank,
             )

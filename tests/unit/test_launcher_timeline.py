@@ -11,6 +11,7 @@ import pytest
 
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName, HandoffEvent
+from contracts.phases import Phase
 from services.launcher.core.table import render, render_event
 from services.launcher.core.timeline import build, by_handoff, is_finished
 
@@ -184,3 +185,38 @@ def test_an_event_is_one_line_without_absent_fields() -> None:
     """What an event does not say is not shown."""
     line = render_event(_event(EventName.REQUEST_FINISHED, 50, "broker", num_tokens=1234, finish_reason="stop"))
     assert line.endswith("r1-0  request_finished  broker-0  tokens=1,234  finish_reason=stop")
+
+
+def test_phases_come_from_the_broker_in_their_order() -> None:
+    """Each phase has a line with its duration, a push one a rank; a trace has its line, and so has what never came."""
+    error = ErrorInfo(code=ErrorCode.DEADLINE_EXCEEDED, message="too late")
+    missing = ("target key of layer 3 for destination rank 0 from source rank 1: [0, 40)",)
+    end: dict[str, Any] = {"total_ms": 60.0, "error": error, "missing_parts": missing, "num_missing_parts": 3}
+    events = [
+        _event(EventName.REQUEST_SUBMITTED, 0, "broker", trace_id="a" * 32),
+        _event(EventName.DECODE_RESERVED, 2, "broker", prepare_ms=0.5, rpc_ms=1.25),
+        _event(EventName.RANK_PUSHED, 9, "broker", source_rank=1, duration_ms=4.0),
+        _event(EventName.RANK_PUSHED, 8, "broker", source_rank=0, duration_ms=3.0),
+        _event(EventName.REQUEST_FAILED, 60, "broker", **end),
+    ]
+    timeline = build(events)
+    assert timeline.phases == (
+        (Phase.RESERVE_PREPARE, None, 0.5),
+        (Phase.RESERVE_RPC, None, 1.25),
+        (Phase.PUSH, 0, 3.0),
+        (Phase.PUSH, 1, 4.0),
+        (Phase.TOTAL, None, 60.0),
+    )
+    lines = render(timeline).splitlines()
+    assert f"  trace {'a' * 32}" in lines
+    assert "    reserve_prepare   0.50" in lines
+    assert "    push, rank 1      4.00" in lines
+    assert lines[-3:] == ["  3 parts of the cache had not arrived:", f"    {missing[0]}", "    and 2 more"]
+
+
+def test_a_timeline_without_measured_phases_shows_none() -> None:
+    """Events of an older build have no trace and no phases: nothing is made up."""
+    events = [_event(EventName.REQUEST_SUBMITTED, 0, "broker")]
+    assert (build(events).phases, build(events).trace_id) == ((), "")
+    assert "phases" not in render(build(events))
+    assert "trace" not in render(build(events))

@@ -25,7 +25,7 @@ class Sequence:
 
     Positions `[0, num_computed)` have cache. `pending_token` is the token at position `num_computed` when it has been
     sampled but not computed; while it is None the prompt's own tokens come next. `trace` is the hop of the command that brought
-    it, at `accepted_ns`; `outcome` says in one word how it ended, for those who count.
+    it, at `accepted_ns`; one that waited has its memory since `bound_ns`; `secret` lets peers write into its memory; `outcome` says in one word how it ended, for those who count.
     """
 
     seq: int
@@ -39,6 +39,7 @@ class Sequence:
     trace: TraceContext | None = None
     prompt_ids: tuple[int, ...] = ()
     memory: Reservation | None = None
+    secret: bytes = field(default=b"", repr=False)
     push: PushTarget | None = None
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
@@ -47,6 +48,7 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     accepted_ns: int = 0
+    bound_ns: int = 0
     outcome: str = ""
 
     @property

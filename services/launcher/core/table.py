@@ -14,6 +14,8 @@ _NUM_RIGHT = 4
 def render(timeline: Timeline) -> str:
     """The timeline as a table, with the figures that people ask for first below it. No newline at the end."""
     lines = [f"handoff {timeline.handoff_id}: {timeline.route}, {timeline.outcome}"]
+    if timeline.trace_id:
+        lines.append(f"  trace {timeline.trace_id}")
     cells = [_HEAD]
     for row in timeline.rows:
         moment = (f"{row.at_ms:.1f}", _number(row.duration_ms))
@@ -27,6 +29,12 @@ def render(timeline: Timeline) -> str:
         ]
         lines.append(("  " + "  ".join(padded)).rstrip())
     lines += [f"  {name:<9} {value}" for name, value in _figures(timeline)]
+    lines += _phase_lines(timeline)
+    if timeline.num_missing_parts:
+        lines.append(f"  {timeline.num_missing_parts} parts of the cache had not arrived:")
+        lines += [f"    {part}" for part in timeline.missing_parts]
+        if timeline.num_missing_parts > len(timeline.missing_parts):
+            lines.append(f"    and {timeline.num_missing_parts - len(timeline.missing_parts)} more")
     return "\n".join(lines)
 
 
@@ -46,6 +54,17 @@ def render_event(event: HandoffEvent) -> str:
         ("error", f"{event.error.code}: {event.error.message}" if event.error else ""),
     )
     return "  ".join([*words, *(f"{name}={value}" for name, value in fields if value)])
+
+
+def _phase_lines(timeline: Timeline) -> list[str]:
+    """What was measured of each phase, one line a phase."""
+    if not timeline.phases:
+        return []
+    named = [
+        (phase if rank is None else f"{phase}, rank {rank}", f"{value:,.2f}") for phase, rank, value in timeline.phases
+    ]
+    left, right = (max(len(words[column]) for words in named) for column in (0, 1))
+    return ["  phases in ms", *(f"    {name:<{left}}  {value:>{right}}" for name, value in named)]
 
 
 def _figures(timeline: Timeline) -> Sequence[tuple[str, str]]:

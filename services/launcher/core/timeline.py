@@ -10,12 +10,14 @@ from typing import Final
 import msgspec
 
 from contracts.events import EventName, HandoffEvent
+from contracts.phases import Phase, phases_of
 
 _FOLDED: Final = frozenset({EventName.LAYER_COMPUTED, EventName.PART_PUSHED})
 _ENDS: Final = (EventName.REQUEST_FINISHED, EventName.REQUEST_CANCELLED, EventName.REQUEST_FAILED)
 _ORDER: Final = {name: place for place, name in enumerate(EventName)}
 _SAME_CLOCK_NS: Final = 1_000_000_000
 _MS: Final = 1_000_000
+BROKER: Final = "broker"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,11 +37,13 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
     `overlap` is the share of the time spent on pushing parts that lay before the last layer was computed.
     `takeover_ms` runs from the end of the last push to the decode worker's first step.
-    `total_ms` runs from the first event to the end of the request.
+    `total_ms` runs from the first event to the end of the request. `phases` are those that the broker measured, in the order
+    of `contracts.phases`, with the source rank of a push. `missing_parts` are named as far as the event names them.
     """
 
     handoff_id: str
     request_id: str
+    trace_id: str
     route: str
     outcome: str
     rows: tuple[Row, ...]
@@ -48,6 +52,9 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     overlap: float | None
     takeover_ms: float | None
     total_ms: float | None
+    phases: tuple[tuple[Phase, int | None, float], ...] = ()
+    missing_parts: tuple[str, ...] = ()
+    num_missing_parts: int = 0
 
 
 def is_finished(events: Iterable[HandoffEvent]) -> bool:
@@ -96,7 +103,7 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
         if event.event not in _FOLDED
         and not (event.event is EventName.RANK_PUSHED and event.source_rank in pushed_ranks)
     ]
-    # Layers are told of for the last chunk alone; the compute of a prompt begins with its first.
+    # A layer's event tells when its last chunk was computed; the compute of a prompt begins with its first.
     begun = [times[event] for event in ordered if event.event is EventName.PREFILL_STARTED]
     rows += _folded(
         "compute", layers, {event: min(starts[event], *begun) for event in layers} if begun else starts, times, origin
@@ -107,6 +114,7 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
     return Timeline(
         handoff_id=ordered[0].handoff_id,
         request_id=ordered[0].request_id,
+        trace_id=next((event.trace_id for event in ordered if event.trace_id), ""),
         route=_route(ordered),
         outcome=_outcome(ends),
         rows=tuple(sorted(rows, key=lambda row: row.at_ms)),
@@ -115,7 +123,21 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
         overlap=_overlap(pushes, times, _compute_end(ordered, times)),
         takeover_ms=_takeover(ordered, pushes, times),
         total_ms=(times[ends[-1]] - origin) / _MS if ends else None,
+        phases=_phases(ordered),
+        missing_parts=ends[-1].missing_parts if ends else (),
+        num_missing_parts=(ends[-1].num_missing_parts or 0) if ends else 0,
     )
+
+
+def _phases(events: Sequence[HandoffEvent]) -> tuple[tuple[Phase, int | None, float], ...]:
+    """Each phase once, and a push once a source rank. A worker's own events tell of some of them, too: the broker's count."""
+    order = {phase: place for place, phase in enumerate(Phase)}
+    found: dict[tuple[Phase, int | None], float] = {}
+    for event in sorted(events, key=lambda event: event.service == BROKER):
+        for phase, value in phases_of(event):
+            found[phase, event.source_rank] = value
+    ranked = sorted(found.items(), key=lambda item: (order[item[0][0]], item[0][1] or 0))
+    return tuple((phase, rank, value) for (phase, rank), value in ranked)
 
 
 def _times(events: list[HandoffEvent]) -> dict[HandoffEvent, int]:
