@@ -73,8 +73,9 @@ class Transfer:
         origin, target = self._source.regions[part.src_rank], self._destination.regions[part.dst_rank]
         for each in placed:
             local, remote = self._bytes_of(each.pattern)
-            target[remote + each.remote_base] = origin[local + each.local_base]
-            np.add.at(self.writes[part.dst_rank], remote + each.remote_base, 1)
+            reached = remote + each.remote_base
+            target[reached] = origin[local + each.local_base]
+            np.add.at(self.writes[part.dst_rank], reached, 1)
             self.num_bytes += each.pattern.nbytes
 
     def _bytes_of(self, pattern: RunPattern) -> tuple[Offsets, Offsets]:

@@ -13,9 +13,9 @@ from tests.property.layout_cases import HEADS, Case, Cut, cuts, hybrid_cases, kv
 from tests.property.layout_execution import Checker, link
 from tests.property.layout_world import Request, Worker, make_shape
 
-SOURCE = Request(block_ids=(4, 5, 1, 7), slot=2, conv_row=0, ssm_row=0)
+SOURCE = Request(block_ids=(4, 5, 1, 7), slot=2, chunks=(7,))
 DESTINATION = Request(block_ids=(2, 3, 0, 6), slot=1)
-SPECULATING = Request(block_ids=(4, 5, 1, 7), slot=2, conv_row=2, ssm_row=1)
+SPECULATING = Request(block_ids=(4, 5, 1, 7), slot=2, chunks=(7,), conv_row=2, ssm_row=1)
 ACCEPTED = Request(block_ids=(2, 3, 0, 6), slot=1, conv_row=1, ssm_row=2)
 
 GRIDS: dict[str, Callable[[int], Iterator[Case]]] = {"kv": kv_cases, "states": state_cases, "hybrid": hybrid_cases}
