@@ -21,7 +21,7 @@ from services.launcher.mesh import Body, MeshRun
 from services.launcher.plan import MeshPlan, make_plan
 from services.launcher.ports import free_ports
 from services.launcher.settings import settings_structs
-from services.launcher.show import follow_events, show_timeline
+from services.launcher.show import follow_events, show_links, show_timeline
 from services.launcher.up import Up
 
 EXIT_CLEAN: Final = 0
@@ -43,7 +43,7 @@ def run(argv: Sequence[str] | None = None) -> int:
                 return _up(arguments, console)
             case "demo":
                 return _demo(arguments, console)
-            case "timeline" | "events":
+            case "timeline" | "events" | "links":
                 return asyncio.run(_inspect(arguments, console))
             case unknown:
                 assert_never(unknown)
@@ -87,6 +87,8 @@ async def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     async def use(bus: Bus) -> int:
         if arguments.command == "timeline":
             return await show_timeline(bus, arguments.name, console)
+        if arguments.command == "links":
+            return await show_links(bus, console)
         await follow_events(bus, console, from_start=arguments.all)
         return EXIT_CLEAN
 

@@ -42,9 +42,10 @@ def parser() -> argparse.ArgumentParser:
     _add_mesh(demo)
     timeline = commands.add_parser("timeline", help="show how a request went, from the event stream alone")
     timeline.add_argument("name", metavar="HANDOFF|REQUEST")
-    events = commands.add_parser("events", help="follow what happens to handoffs")
+    events = commands.add_parser("events", help="follow what happens to handoffs and links")
     events.add_argument("--all", action="store_true", help="first show what the stream has kept")
-    for each in (timeline, events):
+    links = commands.add_parser("links", help="show how prefill and decode workers stand with each other, and why")
+    for each in (timeline, events, links):
         each.add_argument(
             "--nats", metavar="URL", help="the NATS server (default: PD_NATS_URL, or the local port 4222)"
         )

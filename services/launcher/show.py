@@ -1,16 +1,17 @@
-"""`pdmesh timeline` and `pdmesh events`: what the event stream tells people."""
+"""`pdmesh timeline`, `pdmesh events` and `pdmesh links`: what the bus tells people."""
 
 from __future__ import annotations
 
 from common.bus.port import Bus, Message
 from contracts import subjects
-from contracts.codec import decode
 from contracts.errors import CodecError
-from contracts.events import HandoffEvent
+from contracts.links import LinkEvent
+from contracts.workers import WorkerRole
 from services.launcher.console import Console
+from services.launcher.core.links import render_link_event, render_links
 from services.launcher.core.table import render, render_event
 from services.launcher.core.timeline import build, by_handoff
-from services.launcher.stream import read_all, read_handoffs
+from services.launcher.stream import MeshEvent, read_all, read_event, read_handoffs, read_links
 
 EXIT_FOUND = 0
 EXIT_UNKNOWN = 1
@@ -32,22 +33,35 @@ async def show_timeline(bus: Bus, name: str, console: Console) -> int:
     return EXIT_FOUND
 
 
+async def show_links(bus: Bus, console: Console) -> int:
+    """Print how every prefill worker stands with every decode worker, and why; return 1 if there is no pair of them."""
+    told = await read_links(bus)
+    _tell_unreadable(told.num_unreadable, console)
+    roles = {worker.role for worker in told.workers}
+    if not told.links and not {WorkerRole.PREFILL, WorkerRole.DECODE} <= roles:
+        shown = ", ".join(worker.worker_id for worker in told.workers) or "none"
+        console.say(f"there is no pair of a prefill and a decode worker; workers that are registered: {shown}")
+        return EXIT_UNKNOWN
+    console.show(render_links(told.links, told.workers))
+    return EXIT_FOUND
+
+
 async def follow_events(bus: Bus, console: Console, *, from_start: bool) -> None:
     """Print events as they come, until cancelled; with `from_start`, first those that the stream has kept."""
     async with await bus.subscribe(subjects.EVENTS_FILTER) as subscription:
-        shown: set[HandoffEvent] = set()
+        shown: set[MeshEvent] = set()
         if from_start:
             told = await read_all(bus)
             _tell_unreadable(told.num_unreadable, console)
-            for event in told.events:
-                console.show(render_event(event))
-            shown.update(told.events)
+            for event in told.all:
+                console.show(_render(event))
+            shown.update(told.all)
         async for message in subscription:
             fresh = _read(message)
             if fresh is None:
                 _tell_unreadable(1, console)
             elif fresh not in shown:
-                console.show(render_event(fresh))
+                console.show(_render(fresh))
 
 
 def _internal(name: str) -> str:
@@ -55,9 +69,13 @@ def _internal(name: str) -> str:
     return name.removeprefix("chat").removeprefix("cmpl-")
 
 
-def _read(message: Message) -> HandoffEvent | None:
+def _render(event: MeshEvent) -> str:
+    return render_link_event(event) if isinstance(event, LinkEvent) else render_event(event)
+
+
+def _read(message: Message) -> MeshEvent | None:
     try:
-        return decode(message.data, HandoffEvent)
+        return read_event(message.data)
     except CodecError:
         return None
 

@@ -1,17 +1,23 @@
-"""What the event stream tells: read back as events of the contract."""
+"""What the bus tells people: the event stream and the table of links, read back as structs of the contract."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 
-from common.bus.port import Bus
+from common.bus.port import BucketConfig, Bus
+from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG
 from contracts import subjects
 from contracts.codec import decode
 from contracts.errors import CodecError, InvalidValueError
 from contracts.events import HandoffEvent
 from contracts.ids import check_token, handoff_id
+from contracts.links import LinkEvent, LinkRecord
+from contracts.workers import WorkerRecord
+
+MeshEvent: TypeAlias = HandoffEvent | LinkEvent
+T = TypeVar("T")
 
 _MAX_ATTEMPTS: Final = 16
 
@@ -19,7 +25,20 @@ _MAX_ATTEMPTS: Final = 16
 class Told(msgspec.Struct, frozen=True, kw_only=True):
     """Events as the stream keeps them, and how many messages there are that this build cannot read."""
 
-    events: tuple[HandoffEvent, ...]
+    all: tuple[MeshEvent, ...]
+    num_unreadable: int = 0
+
+    @property
+    def events(self) -> tuple[HandoffEvent, ...]:
+        """Those about handoffs."""
+        return tuple(event for event in self.all if isinstance(event, HandoffEvent))
+
+
+class ToldLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """The table of links, the workers that live, and how many records there are that this build cannot read."""
+
+    links: tuple[LinkRecord, ...]
+    workers: tuple[WorkerRecord, ...]
     num_unreadable: int = 0
 
 
@@ -31,9 +50,9 @@ async def read_all(bus: Bus) -> Told:
 async def read_handoffs(bus: Bus, name: str) -> Told:
     """The events of a handoff, or of each attempt of a request. None is no error. Raises InvalidValueError for a bad id."""
     told = await _read(bus, subjects.handoff_events_filter(check_token("HANDOFF|REQUEST", name)))
-    if told.events or told.num_unreadable:
+    if told.all or told.num_unreadable:
         return told
-    events: list[HandoffEvent] = []
+    events: list[MeshEvent] = []
     num_unreadable = 0
     for attempt in range(_MAX_ATTEMPTS):
         try:
@@ -41,9 +60,22 @@ async def read_handoffs(bus: Bus, name: str) -> Told:
         except InvalidValueError:  # too long for a request's id, so it is nobody's
             break
         told = await _read(bus, subject)
-        events += told.events
+        events += told.all
         num_unreadable += told.num_unreadable
-    return Told(events=tuple(events), num_unreadable=num_unreadable)
+    return Told(all=tuple(events), num_unreadable=num_unreadable)
+
+
+async def read_links(bus: Bus) -> ToldLinks:
+    """How the workers of a mesh stand with each other now. Raises as the bus does."""
+    links, num_links = await _read_bucket(bus, LINKS_CONFIG, LinkRecord)
+    workers, num_workers = await _read_bucket(bus, WORKERS_CONFIG, WorkerRecord)
+    return ToldLinks(links=links, workers=workers, num_unreadable=num_links + num_workers)
+
+
+def read_event(data: bytes) -> MeshEvent:
+    """Decode one event. Raises `CodecError`."""
+    event: MeshEvent = decode(data, HandoffEvent | LinkEvent)  # type: ignore[arg-type]  # a union is not a type
+    return event
 
 
 async def _read(bus: Bus, subject: str) -> Told:
@@ -51,7 +83,23 @@ async def _read(bus: Bus, subject: str) -> Told:
     num_unreadable = 0
     async for stored in bus.read_stream(subjects.EVENTS_STREAM, subject):
         try:
-            events.append(decode(stored.data, HandoffEvent))
+            events.append(read_event(stored.data))
         except CodecError:
             num_unreadable += 1
-    return Told(events=tuple(events), num_unreadable=num_unreadable)
+    return Told(all=tuple(events), num_unreadable=num_unreadable)
+
+
+async def _read_bucket(bus: Bus, config: BucketConfig, kind: type[T]) -> tuple[tuple[T, ...], int]:
+    """The records of a bucket in the order of their keys, and how many cannot be read."""
+    bucket = await bus.ensure_bucket(config)
+    records: list[T] = []
+    num_unreadable = 0
+    for key in await bucket.keys():
+        entry = await bucket.get(key)
+        if entry is None:
+            continue
+        try:
+            records.append(decode(entry.value, kind))
+        except CodecError:
+            num_unreadable += 1
+    return tuple(records), num_unreadable

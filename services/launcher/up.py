@@ -38,6 +38,7 @@ def announcement(mesh: RunningMesh, model_name: str) -> str:
             f"  {nats} stream view {subjects.EVENTS_STREAM}",
             f"  {nats} kv watch {subjects.HANDOFFS_BUCKET}",
             f"  pdmesh events --nats {server}",
+            f"  pdmesh links --nats {server}",
             f"  pdmesh timeline HANDOFF --nats {server}",
             "Ctrl-C stops it.",
         )

@@ -50,6 +50,8 @@ class Probe:
         self.mesh = mesh
         self.url = mesh.url
         self.events: list[Event] = []
+        """Those about handoffs."""
+        self.link_events: list[Event] = []
         self._news = asyncio.Event()
         self._nats: Client | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -70,7 +72,8 @@ class Probe:
             await self._nats.close()
 
     async def _note(self, message: Msg) -> None:
-        self.events.append(json.loads(message.data))
+        event = json.loads(message.data)
+        (self.link_events if event["type"] == "link_event" else self.events).append(event)
         self._news.set()
 
     @property
