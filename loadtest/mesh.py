@@ -101,6 +101,11 @@ class Mesh:
         """The process from which all others of the mesh descend."""
         return self._child.pid
 
+    @property
+    def logs(self) -> Path:
+        """Where each service's log lies, as `NAME.log`."""
+        return self._child.spec.log.parent
+
     async def stop(self) -> bool:
         """Drain it, and kill what is left; return whether it drained by itself. Twice is fine."""
         return await self._child.stop()
