@@ -14,6 +14,15 @@ GENERATION_BITS = 48
 """Bits of a region's own generation, which its owner draws at random: JSON readers keep whole numbers of that size."""
 
 
+class Transport(enum.StrEnum):
+    """What moves the bytes between workers."""
+
+    SHM = "shm"
+    """Shared memory, between the processes of one host."""
+    TCP = "tcp"
+    """TCP, between hosts."""
+
+
 class Memory(enum.StrEnum):
     """Kind of memory that a region's data lies in."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -13,12 +13,19 @@ from contracts.manifest import Namespace, Role
 from contracts.numbers import Whole
 from contracts.requests import FinishReason, Refused, Route, SamplingParams, WorkerRef
 
+GRANT_SECRET_BYTES: Final = 16
+"""Length of a grant's secret."""
+GrantSecret = Annotated[str, msgspec.Meta(pattern=f"^([0-9a-f]{{{2 * GRANT_SECRET_BYTES}}})?$")]
+"""A grant's secret in hexadecimal digits, or "" for none."""
+
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """The right to write one request's cache into one replica of a decode worker, the same on each of the replica's ranks.
 
     `dp_rank` says which replica. `block_ids` in the order of the sequence; `slot` is the row of its recurrent states. A
-    write is legal only while every touched cell of the region's header holds `generation`.
+    write is legal only while every touched cell of the region's header holds `generation`. `secret`, drawn at random for each
+    reservation, proves to a receiver on another host that the writer was given the grant; it travels in messages alone,
+    never in events, logs or the record of a handoff.
     """
 
     worker_id: str
@@ -27,6 +34,12 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     generation: Whole
     block_ids: tuple[Whole, ...]
     slot: Whole
+    secret: GrantSecret = ""
+
+    def __repr__(self) -> str:
+        """Everything but the secret: a grant may stand in an error or a log."""
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "secret")
+        return f"Grant({', '.join(shown)})"
 
 
 class ReserveDecode(Versioned, frozen=True, kw_only=True, tag="reserve_decode"):

@@ -13,7 +13,7 @@ import msgspec
 
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import CodecError, ErrorInfo
-from contracts.handoff import Grant
+from contracts.handoff import Grant, GrantSecret
 from contracts.manifest import Namespace, RankManifest, Role
 from contracts.requests import SamplingParams, WorkerRef
 
@@ -53,6 +53,8 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
     collective_timeout_ms: int = 30_000
     transport: str = "shm"
     transport_dir: str = ""
+    transport_host: str = "127.0.0.1"
+    transport_advertise_host: str = ""
     failpoints: str = ""
 
 
@@ -121,7 +123,8 @@ class PushTarget(msgspec.Struct, frozen=True, kw_only=True):
 class BindSequence(msgspec.Struct, frozen=True, kw_only=True, tag="bind_sequence"):
     """Give a sequence its memory, write `generation` into the header cells of its blocks and slot, zero its states.
 
-    On a decode worker this is the reservation: after it the cells say who may write. Answered by `Done`.
+    On a decode worker this is the reservation: after it the cells say who may write, and peers of other hosts show `secret`.
+    Without a secret nobody but this worker writes there. Answered by `Done`.
     """
 
     seq: int
@@ -132,6 +135,7 @@ class BindSequence(msgspec.Struct, frozen=True, kw_only=True, tag="bind_sequence
     num_prompt_tokens: int
     sampling: SamplingParams
     push: PushTarget | None = None
+    secret: GrantSecret = ""
 
 
 class ReleaseSequences(msgspec.Struct, frozen=True, kw_only=True, tag="release_sequences"):

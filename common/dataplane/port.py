@@ -19,10 +19,11 @@ import msgspec
 from common.layout.run import Run
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import ErrorCode, PdmeshError
+from contracts.handoff import GRANT_SECRET_BYTES
 
 MAX_GENERATION = 2**64 - 1
 """Largest value of a generation cell (u64)."""
-SECRET_BYTES = 16
+SECRET_BYTES = GRANT_SECRET_BYTES
 """Length of a grant's secret, where a transport checks it."""
 
 

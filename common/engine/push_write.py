@@ -76,7 +76,12 @@ def write_parts(  # noqa: PLR0917 - called by the pusher alone
                 own += part.place(grant.slot)
         if own:
             writes.append((RunBatch(own), region))
-        write_grant = WriteGrant(lock_cell=lock_cell, cells=cells_of(parts, lock_cell), generation=grant.generation)
+        write_grant = WriteGrant(
+            lock_cell=lock_cell,
+            cells=cells_of(parts, lock_cell),
+            generation=grant.generation,
+            secret=bytes.fromhex(grant.secret),
+        )
         num_bytes = 0
         for batch, source in writes:
             result = peer.regions[dst_rank].write(batch, source, write_grant, deadline)

@@ -11,7 +11,7 @@ from typing import Final, assert_never
 import torch
 
 from common.dataplane.failpoints import parse_failpoints
-from common.dataplane.port import DataPlane, Quiescence
+from common.dataplane.port import DataPlane, Quiescence, WriteGrant
 from common.engine.attention_metadata import AttentionGeometry
 from common.engine.cache import TORCH_DTYPES, LayerCaches, cache_shape
 from common.engine.collectives.port import Collectives
@@ -200,7 +200,18 @@ class Rank:
             peer = self._peers.find(worker, grant.dp_rank)
         # States are zeroed before the cells allow anybody to write.
         self._caches.zero_slot(binding.slot)
-        self._region.set_generations(self._cells(binding), binding.generation)
+        cells = self._cells(binding)
+        if binding.secret:
+            self._region.open_grant(
+                WriteGrant(
+                    lock_cell=cells[-1],
+                    cells=cells,
+                    generation=binding.generation,
+                    secret=bytes.fromhex(binding.secret),
+                )
+            )
+        else:
+            self._region.set_generations(cells, binding.generation)
         self._sequences[binding.seq] = BoundSequence(binding=binding, peer=peer)
 
     def _check_binding(self, binding: BindSequence) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from common.dataplane.port import DataPlane
-from common.dataplane.shm import ShmDataPlane
 from common.engine.collectives.passed_fd import PassedFd
 from common.engine.collectives.port import Collectives
 from common.engine.collectives.shared_memory import SharedMemoryCollectives
 from common.engine.rank import Rank, RankPorts, error_info
+from common.engine.transports import open_data_plane
 from common.runtime.clock import Clock, SystemClock
 from contracts.errors import InvalidValueError
 from contracts.rank import (
@@ -111,20 +111,6 @@ def _start(command: StartRank, environment: RankEnvironment, send: Callable[[Ran
         raise
 
 
-def open_shm(command: StartRank, clock: Clock) -> DataPlane:
-    """The data plane that `command.transport` names: shared memory is the one that a rank can open by itself."""
-    if command.transport != "shm":
-        raise InvalidValueError(field="transport", value=command.transport, rule="'shm'")
-    if not command.transport_dir:
-        raise InvalidValueError(field="transport_dir", value="", rule="a folder that all workers of this host share")
-    return ShmDataPlane(
-        Path(command.transport_dir),
-        peer_id=command.worker_id,
-        incarnation=command.incarnation,
-        now=clock.monotonic,
-    )
-
-
 def run(connection: socket.socket, group: PassedFd | None) -> None:
     """Entry point of a rank's process; `group` is the descriptor of the shared-memory group's memory, if there is one."""
     # An interrupt from a terminal reaches the whole process group; the parent decides what it means.
@@ -153,7 +139,7 @@ def run(connection: socket.socket, group: PassedFd | None) -> None:
 
     serve(
         connection,
-        RankEnvironment(clock=clock, join=join, open_data_plane=lambda command: open_shm(command, clock)),
+        RankEnvironment(clock=clock, join=join, open_data_plane=lambda command: open_data_plane(command, clock)),
     )
 
 

@@ -163,6 +163,7 @@ class EngineLoop:
                     num_prompt_tokens=sequence.num_prompt_tokens,
                     sampling=sequence.sampling,
                     push=sequence.push,
+                    secret=sequence.secret,
                 )
             )
         except EngineError:

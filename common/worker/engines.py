@@ -71,5 +71,7 @@ def _start_of(settings: WorkerSettings, incarnation: str, dp_rank: int, rank: in
         collective_timeout_ms=settings.collective_timeout_ms,
         transport=settings.transport,
         transport_dir=str(settings.transport_dir),
+        transport_host=settings.transport_host,
+        transport_advertise_host=settings.transport_advertise_host,
         failpoints=settings.failpoints,
     )

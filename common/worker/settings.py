@@ -10,6 +10,7 @@ import msgspec
 
 from common.runtime.settings import LogLevel, SettingsError, SettingsProblem
 from common.worker.core.replica_choice import MAX_REPLICAS
+from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from contracts.rank import CollectivesKind
@@ -34,7 +35,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache: blocks of `block_size` tokens, and sequences at once. A step computes at
     most `max_step_tokens` tokens, of one prompt at most `prefill_chunk_tokens`; `mix_batch` lets prompts and decoding
     share a step. A release waits `release_timeout_ms` for writers under way, with the engine's steps held up meanwhile;
-    memory whose writers take longer is quarantined. `failpoints` plants faults on purpose (see `common.dataplane.failpoints`).
+    memory whose writers take longer is quarantined. `transport` moves cache bytes: shared memory, whose sockets lie in
+    `transport_dir`, or TCP, where each rank listens at a free port of `transport_host` and tells its peers to come to
+    `transport_advertise_host` ("": the same). `failpoints` plants faults on purpose (see `common.dataplane.failpoints`).
     """
 
     worker_id: str
@@ -56,8 +59,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompt_buffer_tokens: Count = 1 << 20
     collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY
     collective_timeout_ms: Count = 30_000
-    transport: str = "shm"
+    transport: Transport = Transport.SHM
     transport_dir: Path = Path("/tmp/pdmesh")  # noqa: S108 - the folder is made with mode 0700, and holds sockets only
+    transport_host: str = "127.0.0.1"
+    transport_advertise_host: str = ""
     failpoints: str = ""
     release_timeout_ms: Count = 100
     deadline_grace_s: Seconds = 5.0
@@ -76,6 +81,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
             problems.append(SettingsProblem(key="max_step_tokens", value=str(self.max_step_tokens), rule=rule))
         if self.dtype not in {"float32", "bfloat16"}:
             problems.append(SettingsProblem(key="dtype", value=self.dtype, rule="float32 or bfloat16"))
+        if self.transport is Transport.TCP:
+            problems += _tcp_problems(self.transport_host, self.transport_advertise_host)
         if problems:
             raise SettingsError(problems)
 
@@ -83,3 +90,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def model_name(self) -> str:
         """The name under which clients know the model."""
         return self.served_model_name or self.model.resolve().name
+
+
+def _tcp_problems(host: str, advertised: str) -> list[SettingsProblem]:
+    """An empty address, or one that is only good for listening."""
+    if not host:
+        rule = "a name or an address of this host; 0.0.0.0 for all of them"
+        return [SettingsProblem(key="transport_host", value=host, rule=rule)]
+    if (advertised or host) in {"0.0.0.0", "::"}:
+        rule = f"what peers can reach, when transport_host is {host}"
+        return [SettingsProblem(key="transport_advertise_host", value=advertised, rule=rule)]
+    return []

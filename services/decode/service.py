@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 
 import msgspec
@@ -15,7 +16,7 @@ from common.worker.generation import GeneratingService
 from common.worker.service import WorkerParts
 from contracts.codec import decode
 from contracts.errors import ErrorCode
-from contracts.handoff import CommitHandoff, Grant, Reserved, ReserveDecode, TakenOver
+from contracts.handoff import GRANT_SECRET_BYTES, CommitHandoff, Grant, Reserved, ReserveDecode, TakenOver
 from contracts.requests import Accepted
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
@@ -60,6 +61,7 @@ class DecodeService(GeneratingService):
             replica, memory = reserved
             sequence = self.new_sequence(command, replica)
             sequence.memory = memory
+            sequence.secret = secrets.token_hex(GRANT_SECRET_BYTES)
             sequence.state = SequenceState.HELD
             try:
                 await replica.loop.bind(sequence)
@@ -90,6 +92,7 @@ class DecodeService(GeneratingService):
                 generation=memory.generation,
                 block_ids=memory.block_ids,
                 slot=memory.slot,
+                secret=sequence.secret,
             ),
             num_cached_tokens=0,
             prepare_ms=(self.clock.monotonic_ns() - began_ns) / 1e6,

@@ -41,7 +41,13 @@ PREFILL: Final = requests.WorkerRef(worker_id="prefill-0", incarnation="i0a")
 DECODE: Final = requests.WorkerRef(worker_id="decode-0", incarnation="i0b")
 ROUTE: Final = requests.DisaggregatedRoute(prefill=PREFILL, decode=DECODE)
 GRANT: Final = handoff.Grant(
-    worker_id="decode-0", incarnation="i0b", dp_rank=1, generation=2**40, block_ids=(4, 5, 9), slot=3
+    worker_id="decode-0",
+    incarnation="i0b",
+    dp_rank=1,
+    generation=2**40,
+    block_ids=(4, 5, 9),
+    slot=3,
+    secret="000102030405060708090a0b0c0d0e0f",
 )
 REGION: Final = RegionDescriptor(
     transport="shm",
@@ -223,7 +229,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         sampling=SAMPLING,
         deadline_at="2030-01-01T00:00:00.000+00:00",
         traceparent=TRACE.traceparent,
-        grant=GRANT,
+        grant=msgspec.structs.replace(GRANT, secret=""),
         num_cached_tokens=16,
         first_token=17,
         num_prefill_cached_tokens=8,
@@ -376,6 +382,7 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         generation=2**40,
         block_ids=(1, 2, 3),
         slot=2,
+        secret="000102030405060708090a0b0c0d0e0f",
         num_prompt_tokens=40,
         sampling=SAMPLING,
         push=rank.PushTarget(grant=GRANT, num_cached_tokens=16),

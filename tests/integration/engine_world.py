@@ -14,7 +14,8 @@ from common.engine.collectives.threads import ThreadGroup
 from common.engine.port import EngineInfo
 from common.engine.rank_group import RankGroup, RankGroupTimeouts
 from common.engine.rank_launch import Launcher, ThreadLauncher
-from common.engine.rank_process import RankEnvironment, open_shm, serve
+from common.engine.rank_process import RankEnvironment, serve
+from common.engine.transports import open_data_plane
 from common.runtime.clock import SystemClock
 from contracts.rank import BindSequence, StartRank, StepItem, StepPlan
 from contracts.requests import SamplingParams
@@ -34,7 +35,7 @@ def thread_launcher(
         environment = RankEnvironment(
             clock=clock,
             join=lambda start: group.join(start.rank) if size > 1 else None,
-            open_data_plane=lambda start: watch(start, open_shm(start, clock)),
+            open_data_plane=lambda start: watch(start, open_data_plane(start, clock)),
         )
         serve(connection, environment)
 

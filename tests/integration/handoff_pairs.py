@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +15,12 @@ from common.engine.collectives.threads import ThreadGroup
 from common.engine.port import EngineInfo
 from common.engine.rank_group import RankGroup
 from common.engine.rank_launch import ThreadLauncher
-from common.engine.rank_process import RankEnvironment, open_shm, serve
+from common.engine.rank_process import RankEnvironment, serve
+from common.engine.transports import open_data_plane
 from common.layout.planner import ReshardPlan, plan
 from common.layout.ranges import RangeSet
 from common.runtime.clock import SystemClock
-from contracts.handoff import Grant
+from contracts.handoff import GRANT_SECRET_BYTES, Grant
 from contracts.manifest import Namespace, Role
 from contracts.rank import BindSequence, PushOutcome, PushTarget, StartRank, StepItem, StepPlan
 from contracts.requests import SamplingParams, WorkerRef
@@ -75,13 +78,15 @@ class Worker:
         return {token.seq: token.token_id for token in result.tokens}
 
 
-async def start_worker(name: str, folder: Path, sockets: Path, tp: int, *, memories: Memories | None = None) -> Worker:
+async def start_worker(
+    name: str, folder: Path, sockets: Path, tp: int, *, memories: Memories | None = None, transport: str = "shm"
+) -> Worker:
     """Start an engine of `tp` thread ranks, whose regions `memories` remembers."""
     threads = ThreadGroup(tp, timeout_s=60)
     clock = SystemClock()
 
-    def open_data_plane(start: StartRank) -> DataPlane:
-        plane = open_shm(start, clock)
+    def open_watched(start: StartRank) -> DataPlane:
+        plane = open_data_plane(start, clock)
         return plane if memories is None else memories.watch(start, plane)
 
     def serve_rank(connection: socket.socket, rank: int, size: int) -> None:
@@ -91,7 +96,7 @@ async def start_worker(name: str, folder: Path, sockets: Path, tp: int, *, memor
             RankEnvironment(
                 clock=clock,
                 join=lambda start: threads.join(start.rank) if size > 1 else None,
-                open_data_plane=open_data_plane,
+                open_data_plane=open_watched,
             ),
         )
 
@@ -107,6 +112,7 @@ async def start_worker(name: str, folder: Path, sockets: Path, tp: int, *, memor
             num_slots=NUM_SLOTS,
             max_step_tokens=BUDGET,
             max_step_sequences=NUM_SLOTS,
+            transport=transport,
             transport_dir=str(sockets),
         )
         for rank in range(tp)
@@ -123,12 +129,12 @@ async def link(source: Worker, destination: Worker) -> None:
 
 
 async def hand_over(
-    source: Worker, destination: Worker, prompts: Sequence[tuple[int, ...]], num_tokens: int
+    source: Worker, destination: Worker, prompts: Sequence[tuple[int, ...]], num_tokens: int, *, spread: int = 3
 ) -> list[tuple[int, ...]]:
     """Prefill all prompts at the source, push, and decode `num_tokens` tokens of each at the destination, as one batch."""
     sampling = SamplingParams(max_tokens=num_tokens, seed=1, temperature=0.0, ignore_eos=True)
     seqs = range(1, len(prompts) + 1)
-    there = _layout(prompts, destination, num_tokens, spread=3)
+    there = _layout(prompts, destination, num_tokens, spread=spread)
     here = _layout(prompts, source, 0, spread=1)
     for seq, prompt in zip(seqs, prompts, strict=True):
         reservation, own = there[seq - 1], here[seq - 1]
@@ -141,6 +147,7 @@ async def hand_over(
                 slot=reservation.slot,
                 num_prompt_tokens=len(prompt),
                 sampling=sampling,
+                secret=reservation.secret,
             )
         )
         await source.group.bind(
@@ -175,8 +182,14 @@ async def hand_over(
 
 
 def _layout(prompts: Sequence[tuple[int, ...]], worker: Worker, extra: int, *, spread: int) -> list[Grant]:
-    """Memory for each prompt. With `spread` above 1 the blocks of a sequence are not adjacent: copies cannot merge by luck."""
-    free = [block for offset in range(spread) for block in range(offset, NUM_BLOCKS, spread)]
+    """Memory for each prompt.
+
+    With `spread` above 1 the blocks of a sequence are not adjacent, so that copies cannot merge by luck; with 0 they lie anywhere.
+    """
+    if spread:
+        free = [block for offset in range(spread) for block in range(offset, NUM_BLOCKS, spread)]
+    else:
+        free = random.Random(worker.name).sample(range(NUM_BLOCKS), NUM_BLOCKS)
     grants = []
     for number, prompt in enumerate(prompts):
         count = -(-(len(prompt) + extra) // BLOCK_SIZE)
@@ -187,6 +200,7 @@ def _layout(prompts: Sequence[tuple[int, ...]], worker: Worker, extra: int, *, s
                 generation=worker.next_generation(),
                 block_ids=tuple(free[:count]),
                 slot=NUM_SLOTS - 1 - number,
+                secret=secrets.token_hex(GRANT_SECRET_BYTES),
             )
         )
         free = free[count:]

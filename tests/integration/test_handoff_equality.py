@@ -93,6 +93,25 @@ async def test_every_pair_of_sizes_gives_the_reference_tokens(
         assert outputs == [prompt.output_ids for prompt in batch]
 
 
+async def test_tcp_gives_the_reference_tokens(
+    checkpoint: Path, prompts: tuple[StoredPrompt, ...], tmp_path: Path
+) -> None:
+    """Two prefill ranks hand over to one decode rank by TCP, into blocks that lie anywhere: the same tokens again."""
+    batch = [*prompts[:2], max(prompts, key=lambda prompt: len(prompt.token_ids)), prompts[-1]]
+    started: list[Worker] = []
+    try:
+        for name, tp in (("p2", 2), ("d1", 1)):
+            started.append(await start_worker(name, checkpoint, tmp_path, tp, transport="tcp"))
+        source, destination = started
+        assert {rank.region.transport for rank in destination.info.ranks if rank.region is not None} == {"tcp"}
+        await link(source, destination)
+        outputs = await hand_over(source, destination, [prompt.token_ids for prompt in batch], 8, spread=0)
+    finally:
+        for worker in started:
+            await worker.group.stop()
+    assert outputs == [prompt.output_ids[:8] for prompt in batch]
+
+
 async def test_conv_as_one_slab_is_seen(
     prompts: tuple[StoredPrompt, ...], workers: dict[str, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

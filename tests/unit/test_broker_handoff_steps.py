@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from contracts.errors import ErrorCode, ErrorInfo
@@ -88,6 +89,24 @@ def test_prefill_is_asked_with_the_grant_and_the_time_that_is_left() -> None:
     (store,) = [effect for effect in effects if isinstance(effect, fx.StoreRecord)]
     assert (store.last, store.record.state, store.record.grant) == (1, HandoffState.PREFILLING, GRANT)
     assert handoff.told == {WorkerRole.PREFILL, WorkerRole.DECODE}
+
+
+def test_a_grants_secret_goes_to_prefill_and_nowhere_else() -> None:
+    """The bucket and the events, which everybody may read, hold no part of it, nor does a grant's own text; it is written once."""
+    secret = "feedfacefeedfacefeedfacefeedface"
+    handoff, effects = reserved(reserving(), grant=msgspec.structs.replace(GRANT, secret=secret))
+    (run,) = [effect.message for effect in effects if isinstance(effect, fx.AskRun)]
+    assert isinstance(run, RunPrefill)
+    assert run.grant.secret == secret
+    others = [effect for effect in effects if not isinstance(effect, fx.AskRun)]
+    (store,) = [effect for effect in others if isinstance(effect, fx.StoreRecord)]
+    assert store.record.grant == GRANT
+    assert not any(b"feedface" in msgspec.msgpack.encode(effect) for effect in others)
+    assert "feedface" not in repr(run)
+    handoff, effects = step(handoff, ev.RecordStored(at_ns=3 * SECOND, write=2, revision=2))
+    assert not any(isinstance(effect, fx.StoreRecord) for effect in effects)
+    assert handoff.record.grant is not None
+    assert handoff.record.grant.secret == secret
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Sequence:
     trace: TraceContext | None = None
     prompt_ids: tuple[int, ...] = ()
     memory: Reservation | None = None
-    secret: bytes = field(default=b"", repr=False)
+    secret: str = field(default="", repr=False)
     push: PushTarget | None = None
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0

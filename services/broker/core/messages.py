@@ -41,6 +41,16 @@ def first_record(submit: SubmitRequest, *, fence: int, deadline_at: str, tracepa
     )
 
 
+def for_bucket(record: HandoffRecord) -> HandoffRecord:
+    """What everybody may read of a record: without the secret of its grant.
+
+    Only the broker that reserved sends the grant on: one that adopts the handoff lets it fail while prefill runs.
+    """
+    if record.grant is None or not record.grant.secret:
+        return record
+    return msgspec.structs.replace(record, grant=msgspec.structs.replace(record.grant, secret=""))
+
+
 def terminal_record(record: HandoffRecord, verdict: Verdict) -> HandoffRecord:
     """`record` as it ends."""
     return msgspec.structs.replace(

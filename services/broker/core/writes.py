@@ -23,7 +23,7 @@ def pump(turn: Turn) -> None:
     """Write what the bucket does not hold yet, unless a write is under way; and end what has ended."""
     handoff = turn.handoff
     if handoff.writing is None and not handoff.forgotten:
-        wanted = _wanted(turn)
+        wanted = messages.for_bucket(_wanted(turn))
         if wanted != handoff.stored:
             write = handoff.num_writes + 1
             turn.set(writing=wanted, num_writes=write)
