@@ -241,6 +241,26 @@ async def test_one_trace_id_is_in_every_event_every_line_and_every_message(watch
         assert found.trace_id == trace_id, message.subject
 
 
+async def test_a_stop_string_finishes_its_handoff(pair: Probe) -> None:
+    """The text ends before the stop string; the handoff is finished, for that reason, with the tokens that were counted."""
+    asked: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    whole = await pair.complete("In the beginning", **asked)
+    stop = str(whole["text"])[40:52]
+    choice = await pair.complete("In the beginning", **asked, stop=[stop])
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == str(whole["text"]).partition(stop)[0]
+    request_id = str(choice["id"]).partition("-")[2]
+    end = await pair.event(
+        lambda each: (
+            each["request_id"] == request_id
+            and each["event"].startswith("request_")
+            and each["event"] != "request_submitted"
+        )
+    )
+    assert (end["event"], end["finish_reason"]) == ("request_finished", "stop")
+    assert end["num_tokens"] == choice["usage"]["completion_tokens"] == len(choice["token_ids"])
+
+
 async def test_what_is_scraped_is_what_is_documented(pair: Probe) -> None:
     """The processes show the table's metrics, all of them and no others, with its types; all of it can be read."""
     rows = [line.split(" | ") for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]

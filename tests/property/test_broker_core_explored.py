@@ -334,6 +334,7 @@ def short(effect: fx.Effect) -> tuple[ev.Event, ...]:
 
 
 CANCEL = ev.CancelRequested(at_ns=0, reason="the client left")
+STOPPED = ev.CancelRequested(at_ns=0, reason="a stop string was met", num_tokens=3, finish_reason=FinishReason.STOP)
 GONE = (ev.WorkerGone(at_ns=0, worker=PREFILL), ev.WorkerGone(at_ns=0, worker=DECODE))
 ALL_ENDS = {HandoffState.FINISHED, HandoffState.CANCELLED, HandoffState.FAILED}
 
@@ -348,6 +349,12 @@ def test_every_order_of_an_honest_handoff_with_cancel() -> None:
     count, ends = explore(start(honest, (CANCEL,)), honest, limit=10_000)
     assert ends == {HandoffState.FINISHED, HandoffState.CANCELLED}
     assert count > 1_000
+
+
+def test_every_order_with_a_stop_that_the_router_saw() -> None:
+    """The same when the router has all that it wants: finished after the commit, cancelled before; all memory is back."""
+    _, ends = explore(start(honest, (STOPPED,)), honest, limit=10_000)
+    assert ends == {HandoffState.FINISHED, HandoffState.CANCELLED}
 
 
 def test_every_order_with_refusals_and_lost_workers() -> None:
