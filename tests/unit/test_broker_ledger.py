@@ -20,7 +20,7 @@ def ledger(*planned: PlannedPart, num_cached_tokens: int = 16) -> Ledger:
     return Ledger.open(planned, num_cached_tokens=num_cached_tokens, num_prompt_tokens=40, block_size=16)
 
 
-def report(*parts: tuple[PlannedPart, Ranges], revision: int = 1, source: int = 0) -> PartsReport:
+def report(*parts: tuple[PlannedPart, Ranges], revision: int = 1, source: int = 0, dp_rank: int = 0) -> PartsReport:
     """A report of these parts."""
     done = tuple(
         PartDone(
@@ -31,6 +31,7 @@ def report(*parts: tuple[PlannedPart, Ranges], revision: int = 1, source: int = 
     return PartsReport(
         handoff_id="r1-0",
         incarnation="i",
+        source_dp_rank=dp_rank,
         source_rank=source,
         revision=revision,
         parts=done,
@@ -54,6 +55,14 @@ def test_an_older_or_equal_revision_says_nothing_new() -> None:
     after = ledger(KEY).take(report((KEY, ((16, 30),)), revision=2))
     assert after.take(report((KEY, ((16, 20),)), revision=1)) is after
     assert after.take(report((KEY, ((16, 40),)), revision=2)) is after
+
+
+def test_the_ranks_of_two_replicas_do_not_add_up() -> None:
+    """One replica computes a prompt: equal rank numbers of another one must never close its parts."""
+    open_ledger = ledger(KEY, OTHER).take(report((KEY, ((16, 40),)), dp_rank=1))
+    assert open_ledger.take(report((OTHER, ((16, 40),)), source=2, dp_rank=1)).closed
+    with pytest.raises(LedgerError, match="source_dp_rank: 0 is not allowed; the rule is: 1"):
+        open_ledger.take(report((OTHER, ((16, 40),)), source=2))
 
 
 def test_a_source_that_owes_nothing_is_closed_from_the_start() -> None:

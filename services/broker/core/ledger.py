@@ -113,6 +113,12 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         owed = next((dict(debt) for rank, debt in self.debts if rank == source), None)
         if owed is None:
             raise LedgerError(f"source_rank: {source} owes nothing; the rule is: one of {sorted(self.sources)}")
+        others = {one.source_dp_rank for one in self.reports} - {report.source_dp_rank}
+        if others:
+            raise LedgerError(
+                f"source_dp_rank: {report.source_dp_rank} is not allowed; the rule is: {min(others)}, like all reports of a "
+                "handoff: one replica computes the whole prompt"
+            )
         before = self.report_of(source)
         if before is not None and report.revision <= before.revision:
             return self

@@ -50,6 +50,8 @@ def render_event(event: HandoffEvent) -> str:
         ("role", event.role or ""),
         ("source_rank", _count(event.source_rank)),
         ("destination_rank", _count(event.destination_rank)),
+        ("source_dp_rank", _count(event.source_dp_rank or None)),
+        ("destination_dp_rank", _count(event.destination_dp_rank or None)),
         ("finish_reason", event.finish_reason or ""),
         ("error", f"{event.error.code}: {event.error.message}" if event.error else ""),
     )

@@ -200,6 +200,8 @@ def _detail(event: HandoffEvent) -> str:
     words = [f"{name} {value:.1f} ms" for name, value in spans if value is not None]
     if event.source_rank is not None:
         words.append(f"rank {event.source_rank}")
+    if event.source_dp_rank or event.destination_dp_rank:
+        words.append(f"replica {event.source_dp_rank or event.destination_dp_rank}")
     if event.num_tokens is not None:
         words.append(f"{event.num_tokens} tokens")
     if event.finish_reason is not None:
