@@ -114,6 +114,16 @@ class Probe:
                         return event
                 await self._news.wait()
 
+    async def link_event(self, name: str, decode_worker: str, after: int = 0) -> Event:
+        """The first event of that name about a decode worker, behind the first `after` ones."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                self._news.clear()
+                for event in self.link_events[after:]:
+                    if event["event"] == name and event["decode"]["worker_id"] == decode_worker:
+                        return event
+                await self._news.wait()
+
     def of_request(self, request_id: str) -> list[Event]:
         """The events of one request so far."""
         return [event for event in self.events if event["request_id"] == request_id]
@@ -132,7 +142,8 @@ class Probe:
         found = []
         for subject in sorted(info["state"]["subjects"]):
             last = (await self.nats.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"")).data
-            found.append(decode(last, WorkerRecord))
+            if last:  # a worker that has signed off leaves an empty marker for a while
+                found.append(decode(last, WorkerRecord))
         return found
 
     async def holdings(self) -> Holdings:
