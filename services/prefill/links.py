@@ -172,6 +172,8 @@ class Links:
         self._is_closed = True
         for worker_id in tuple(self._peers):
             self._feed(worker_id, OwnDrain(at=self._clock.monotonic()))
+            if worker_id in self._peers:
+                self._tick(worker_id)
 
     async def wait_closed(self, deadline: Deadline) -> bool:
         """Wait until no link is left, on the bus either; say whether that was so by the deadline."""

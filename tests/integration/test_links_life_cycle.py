@@ -113,6 +113,20 @@ def test_a_draining_prefill_worker_leaves_no_link_behind() -> None:
     in_links_world(scenario)
 
 
+def test_a_drain_without_transfers_takes_no_time() -> None:
+    """Who stops an idle mesh does not wait for it."""
+
+    async def scenario(world: LinksWorld) -> None:
+        await world.peer()
+        await world.linked()
+        before = world.clock.monotonic()
+        await world.host.drain()
+        assert world.clock.monotonic() - before == pytest.approx(world.engine.link_s)
+        assert await world.link() is None
+
+    in_links_world(scenario)
+
+
 def test_a_restarted_decode_worker_is_unlinked_and_linked_again() -> None:
     """Its new start is another worker: the old link goes first, and a grant of the old start is worth nothing."""
 
