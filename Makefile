@@ -9,7 +9,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 export OMP_WAIT_POLICY := PASSIVE
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo up test test-long lint types layers check schemas clean
+.PHONY: demo up test test-long test-compose lint types layers check schemas clean
 
 demo: $(VENV)/.worker
 	$(BIN)/pdmesh demo
@@ -22,6 +22,10 @@ test: $(VENV)/.dev
 
 test-long: $(VENV)/.dev
 	$(BIN)/pytest
+
+# The compose stack on real containers, with the docker daemon that answers; on Debian, root needs none (compose/README.md).
+test-compose: $(VENV)/.dev
+	$(BIN)/python -m compose.smoke
 
 check: lint types layers
 
