@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 
+from common.bus.storage import LINKS_CONFIG
+from contracts.codec import encode
 from contracts.errors import ErrorCode, ErrorInfo
+from contracts.links import LinkRecord, LinkState
 from contracts.requests import FinishReason, SubmitRequest
 from contracts.workers import WorkerLoad
 from tests.integration.router_world import (
@@ -384,6 +388,33 @@ async def test_ready_waits_for_all_expected_workers(tmp_path: Path) -> None:
         status, answer = await world.get("/ready")
         assert status == 503
         assert answer["missing"]
+
+
+async def test_ready_and_refused_requests_say_why_a_pair_is_not_linked(tmp_path: Path) -> None:
+    """The prefill worker's reason reaches the operator and the client; once the pair is linked, both are content."""
+    prefill, decode, link = linked_pair()
+    assert isinstance(link, LinkRecord)
+    refused = msgspec.structs.replace(link, state=LinkState.REFUSED, rule="same_dtypes", reason="dtypes: planted")
+    reason = "prefill-0 has refused decode-0: dtypes: planted"
+    expected = ("prefill-0", "decode-0")
+    settings: dict[str, Any] = {"expected_workers": expected, "max_attempts": 1}
+    async with router_world(tmp_path, records=[], **settings) as world:
+        records = [prefill, decode, refused]
+        await world.mesh.open(records)
+        async with asyncio.timeout(PATIENCE_S):
+            while (answer := await world.get("/ready"))[1]["missing"] != [reason]:
+                pass
+        assert answer[0] == 503
+        status, body, _ = await world.post("/v1/completions", PLAIN)
+        assert status == 503
+        assert reason in body["error"]["message"]
+        assert world.mesh.submits == []
+        records[2] = link  # what the mesh repeats from now on
+        links = await world.mesh.bus.ensure_bucket(LINKS_CONFIG)
+        await links.put("prefill-0.decode-0", encode(link))
+        async with asyncio.timeout(PATIENCE_S):
+            while (await world.get("/ready"))[0] != 200:
+                pass
 
 
 async def test_an_explicit_refusal_is_taken_at_its_word(tmp_path: Path) -> None:
