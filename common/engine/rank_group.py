@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from common.engine.config import load_config
 from common.engine.port import EngineDeadError, EngineError, EngineInfo, StepResult
+from common.engine.rank_channels import RankChannels
 from common.engine.rank_launch import Launcher, RankHandle
 from common.runtime.clock import SystemClock
-from contracts.errors import CodecError, ErrorCode, ErrorInfo, InvalidValueError
+from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError
 from contracts.rank import (
-    MAX_RANK_MESSAGE_BYTES,
     AddPeerRank,
     BindSequence,
     Done,
@@ -34,18 +33,12 @@ from contracts.rank import (
     StartRank,
     StepDone,
     StepPlan,
-    StopRank,
     UnlinkPeer,
-    decode_message,
-    encode,
 )
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerDescription
 
-MAX_PUSH_REPORTS: Final = 1 << 16
-
 AnswerT = TypeVar("AnswerT", bound=RankAnswer)
-ReportT = TypeVar("ReportT", PartPushed, RankProgress)
 
 
 class RankGroupTimeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,19 +49,6 @@ class RankGroupTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     link_s: float = 60.0
     step_s: float = 120.0
     stop_s: float = 5.0
-
-
-class _Ask:
-    """One command under way: an answer of each rank, in any order of ranks."""
-
-    def __init__(self, size: int, future: asyncio.Future[None]) -> None:
-        self.answers: list[RankAnswer | None] = [None] * size
-        self.future = future
-
-    def put(self, rank: int, answer: RankAnswer) -> None:
-        self.answers[rank] = answer
-        if None not in self.answers and not self.future.done():
-            self.future.set_result(None)
 
 
 class RankGroup:
@@ -93,14 +73,8 @@ class RankGroup:
         self._starts = tuple(starts)
         self._launcher = launcher
         self._timeouts = timeouts or RankGroupTimeouts()
-        self._connections: list[socket.socket] = []
+        self._channels = RankChannels(len(starts))
         self._handles: list[RankHandle] = []
-        self._pending: list[deque[_Ask]] = [deque() for _ in starts]
-        self._turn = asyncio.Lock()
-        # Reports are taken in even when nobody reads: a rank must not block on a slow reader. Beyond the bound the engine dies.
-        self._pushes: asyncio.Queue[PartPushed | None] = asyncio.Queue(MAX_PUSH_REPORTS)
-        self._progress: asyncio.Queue[RankProgress | None] = asyncio.Queue(MAX_PUSH_REPORTS)
-        self._death: str | None = None
         self._stopping = False
         self._manifests: tuple[RankStarted, ...] = ()
 
@@ -191,28 +165,21 @@ class RankGroup:
 
     async def next_push(self) -> PartPushed:
         """See `Engine.next_push`. Raises `EngineDeadError` when there will be none any more."""
-        return await self._next(self._pushes)
+        return await self._channels.next_push()
 
     async def next_progress(self) -> RankProgress:
         """See `Engine.next_progress`. Raises `EngineDeadError` when there will be none any more."""
-        return await self._next(self._progress)
+        return await self._channels.next_progress()
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
         if self._stopping:
             return
         self._stopping = True
-        for connection in self._connections:
-            try:
-                connection.send(encode(StopRank()))
-            except OSError:
-                continue  # it has ended already, or is stuck and will be killed
-        self._die("the engine was stopped")
+        self._channels.dismiss()
         handles, self._handles = self._handles, []
         await asyncio.to_thread(_end, handles, self._timeouts.stop_s)
-        for connection in self._connections:
-            connection.close()
-        self._connections = []
+        self._channels.close()
         self._launcher.close()
 
     async def _launch(self) -> None:
@@ -237,11 +204,7 @@ class RankGroup:
         finally:
             for connection in theirs:
                 connection.close()
-        loop = asyncio.get_running_loop()
-        for rank, connection in enumerate(ours):
-            connection.setblocking(False)
-            self._connections.append(connection)
-            loop.add_reader(connection, self._read, rank)
+        self._channels.attach(ours)
 
     async def _tell(self, command: RankCommand, timeout_s: float) -> tuple[Done, ...]:
         """Send one command to all ranks; raise the verdict when any of them refuses."""
@@ -255,106 +218,22 @@ class RankGroup:
         """One error for all: the first rank's, and how many ranks had one when it was not all of them."""
         lost = next((error for error in errors if error.code is ErrorCode.WORKER_LOST), None)
         if lost is not None:
-            self._die(lost.message)
+            self._channels.die(lost.message)
             raise EngineDeadError(lost.message)
         share = "" if len(errors) == size else f" (on {len(errors)} of {size} ranks)"
         raise EngineError(errors[0].message + share, code=errors[0].code, param=errors[0].param)
 
     async def _ask(self, commands: Sequence[RankCommand], kind: type[AnswerT], timeout_s: float) -> tuple[AnswerT, ...]:
         """One answer of each rank. An answer of another kind is a refused start (`Done` with an error) or a broken protocol."""
-        loop = asyncio.get_running_loop()
-        ask = _Ask(len(commands), loop.create_future())
-        try:
-            async with asyncio.timeout(timeout_s), self._turn:
-                self._check_alive()
-                messages = [encode(command) for command in commands]
-                for rank, message in enumerate(messages):
-                    # From here on the answer will come, whether somebody still waits for it or not.
-                    self._pending[rank].append(ask)
-                    await self._send(rank, message)
-                await ask.future
-        except TimeoutError as error:
-            silent = [rank for rank, answer in enumerate(ask.answers) if answer is None]
-            self._die(f"ranks {silent} did not answer {type(commands[0]).__name__} within {timeout_s} s")
-            raise EngineDeadError(self._death or "") from error
-        answers = tuple(answer for answer in ask.answers if isinstance(answer, kind))
+        found = await self._channels.ask(commands, timeout_s)
+        answers = tuple(answer for answer in found if isinstance(answer, kind))
         if len(answers) != len(commands):
-            refused = [a.error for a in ask.answers if isinstance(a, Done) and a.error is not None]
+            refused = [a.error for a in found if isinstance(a, Done) and a.error is not None]
             if refused:
                 self._raise_verdict(refused, len(commands))
-            self._die(f"a rank answered {type(commands[0]).__name__} with another kind of message")
-            self._check_alive()
+            self._channels.die(f"a rank answered {type(commands[0]).__name__} with another kind of message")
+            self._channels.check_alive()
         return answers
-
-    async def _send(self, rank: int, message: bytes) -> None:
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._connections[rank], message)
-        except OSError as error:
-            self._die(f"rank {rank} is gone: {error}")
-            raise EngineDeadError(self._death or "") from error
-        except asyncio.CancelledError:
-            # Nobody knows whether this rank has the command that others have.
-            self._die(f"sending to rank {rank} was interrupted")
-            raise
-
-    def _read(self, rank: int) -> None:
-        """Take in what a rank has sent; called by the event loop."""
-        while True:
-            try:
-                data = self._connections[rank].recv(MAX_RANK_MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._die(f"rank {rank} is gone: {error}")
-                return
-            if not data:
-                self._die(f"rank {rank} ended")
-                return
-            try:
-                message = decode_message(data)
-                match message:
-                    case PartPushed():
-                        self._pushes.put_nowait(message)
-                    case RankProgress():
-                        self._progress.put_nowait(message)
-                    case RankStarted() | StepDone() | RankScan() | Done():
-                        self._pending[rank].popleft().put(rank, message)
-            except (CodecError, asyncio.QueueFull, IndexError) as error:
-                self._die(f"rank {rank} broke the protocol: {type(error).__name__}: {error}")
-                return
-
-    def _die(self, reason: str) -> None:
-        """Give the engine up: nobody waits any longer. Idempotent; the first reason stays."""
-        if self._death is not None:
-            return
-        self._death = reason
-        loop = asyncio.get_running_loop()
-        for connection in self._connections:
-            loop.remove_reader(connection)
-        for asks in self._pending:
-            for ask in asks:
-                if not ask.future.done():
-                    ask.future.set_exception(EngineDeadError(reason))
-                    # The caller may have gone; a failure that nobody awaits is no news then.
-                    ask.future.exception()
-            asks.clear()
-        for queue in (self._pushes, self._progress):
-            if queue.full():
-                queue.get_nowait()
-            queue.put_nowait(None)
-
-    def _check_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(self._death)
-        if not self._connections:
-            raise EngineDeadError("the engine has not been started")
-
-    async def _next(self, queue: asyncio.Queue[ReportT | None]) -> ReportT:
-        report = await queue.get()
-        if report is None:
-            queue.put_nowait(None)
-            raise EngineDeadError(self._death or "")
-        return report
 
 
 def _end(handles: Sequence[RankHandle], timeout_s: float) -> None:
