@@ -39,6 +39,7 @@ from services.broker.core.events import (
 from services.broker.core.handoff import Handoff, Policy, refusal, same_identity
 from services.broker.core.leases import Leases
 from services.broker.core.step import adopt, begin, step
+from services.broker.live import Live
 from services.broker.observer import Observer
 from services.broker.performer import Job, Performer
 from services.broker.plans import PairPlan, Plans
@@ -48,26 +49,6 @@ from services.broker.settings import BrokerSettings
 SWEEP_EVERY_S: Final = 0.1
 _TASKS_A_HANDOFF: Final = 16
 _NO_PLAN: Final = PairPlan(planned=(), block_size=1)
-
-
-class Live:
-    """One handoff in memory: its state, who waits for its submit, its deadline here, and the trace that it belongs to."""
-
-    def __init__(self, broker: Broker, handoff: Handoff, deadline: Deadline, trace: TraceContext | None) -> None:
-        self.handoff = handoff
-        self.deadline = deadline
-        self.trace = trace
-        self.admission: asyncio.Future[ErrorInfo | None] = asyncio.get_running_loop().create_future()
-        self._broker = broker
-
-    @property
-    def ended(self) -> bool:
-        """See `Target.ended`."""
-        return self.handoff.terminal or self.handoff.forgotten
-
-    def tell(self, event: Event) -> None:
-        """See `Target.tell`."""
-        self._broker.feed(self, event)
 
 
 class Broker:
@@ -331,7 +312,7 @@ class Broker:
     def _keep(
         self, handoff: Handoff, effects: tuple[Effect, ...], deadline: Deadline, trace: TraceContext | None
     ) -> None:
-        live = Live(self, handoff, deadline, trace)
+        live = Live(self.feed, handoff, deadline, trace)
         self._observer.moved(None, handoff)
         if handoff.submit_answered:
             live.admission.set_result(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -22,40 +22,20 @@ from common.worker.service import WorkerParts, WorkerService
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.events import EventName
 from contracts.handoff import PartsAnswer, PrefillFinished, QueryParts, Released, RunPrefill
 from contracts.manifest import Role
-from contracts.rank import PartPushed, PushOutcome, PushTarget
+from contracts.rank import PushOutcome, PushTarget
 from contracts.requests import Accepted, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
-from services.prefill.layer_times import LayerTimes
 from services.prefill.links import LinkPorts, Links
 from services.prefill.push_metrics import PushMetrics
+from services.prefill.telling import Prefill, Telling
 
 _REPORT_EVERY_S: Final = 0.005
 _TELL_AFTER_S: Final = 1.0
 _HANDED_OVER: Final = "handed_over"
 _UNLINK_TIMEOUT_S: Final = 5.0
-
-
-class _Prefill(msgspec.Struct, kw_only=True):
-    """What is measured and remembered of one handoff here.
-
-    `untold` are events about single parts and layers. There are many of them, and each costs the machine that the
-    takeover runs on: they are published once the prefill is released, or when they are a second old.
-    """
-
-    sequence: Sequence
-    parts: PushedParts
-    parts_left: dict[int, int]
-    accepted_ns: int
-    started_ns: int = 0
-    computed_ns: int = 0
-    response_rpc_ms: float | None = None
-    layers: LayerTimes = msgspec.field(default_factory=LayerTimes)
-    untold: list[Callable[[], object]] = []
-    failed: bool = False
 
 
 class PrefillService(WorkerService):
@@ -65,10 +45,11 @@ class PrefillService(WorkerService):
 
     def __init__(self, parts: WorkerParts) -> None:
         super().__init__(parts)
-        self._prefills: dict[str, _Prefill] = {}
+        self._prefills: dict[str, Prefill] = {}
         self._unreported: dict[tuple[str, int], None] = {}
         self._has_unreported = asyncio.Event()
         self._pushes = PushMetrics(parts.metrics)
+        self._telling = Telling(self.events, parts.log)
         self.links = Links(
             LinkPorts(
                 own=WorkerRef(worker_id=parts.settings.worker_id, incarnation=parts.incarnation),
@@ -85,7 +66,7 @@ class PrefillService(WorkerService):
         """`prompt`, `run` and `parts`, beside what every worker can be asked."""
         return {
             **super().handlers(),
-            WorkerVerb.PROMPT: self.take_prompt,
+            WorkerVerb.PROMPT: self.intake.take,
             WorkerVerb.RUN: self._run,
             WorkerVerb.PARTS: self._parts,
         }
@@ -123,7 +104,7 @@ class PrefillService(WorkerService):
                 f"grant.block_ids: {len(grant.block_ids)} blocks of {self.info.block_size} do not hold the prompt's "
                 f"{command.num_prompt_tokens} tokens",
             )
-        prompt_ids = self.take_prompt_of(command)
+        prompt_ids = self.intake.prompt_of(command)
         replica = self.replicas.for_prompt(command.num_prompt_tokens)
         sequence = self.new_sequence(command, replica)
         sequence.prompt_ids = prompt_ids
@@ -134,7 +115,7 @@ class PrefillService(WorkerService):
         self.links.transfer_begins(
             sequence.handoff_id, WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
         )
-        self._prefills[sequence.handoff_id] = _Prefill(
+        self._prefills[sequence.handoff_id] = Prefill(
             sequence=sequence,
             parts=PushedParts(sequence.handoff_id, self.incarnation, replica.dp_rank),
             parts_left=owed,
@@ -158,16 +139,7 @@ class PrefillService(WorkerService):
             return
         prefill.started_ns = self.clock.monotonic_ns()
         self.work.bound(sequence, prefill.started_ns)
-        self.events.publish(
-            EventName.PREFILL_STARTED,
-            handoff_id=sequence.handoff_id,
-            request_id=sequence.request_id,
-            phase="prefill",
-            at_ns=prefill.started_ns,
-            prepare_ms=(prefill.started_ns - prefill.accepted_ns) / 1e6,
-            num_tokens=sequence.num_prompt_tokens,
-            source_dp_rank=sequence.dp_rank,
-        )
+        self._telling.started(prefill)
 
     async def stepped(self, outcome: StepOutcome) -> None:
         """Report every prompt that ended with this step."""
@@ -184,9 +156,9 @@ class PrefillService(WorkerService):
             if prefill is not None:
                 prefill.layers.add(outcome.result)
                 if item.last_chunk:
-                    prefill.untold += self._layer_events(prefill)
+                    self._telling.layers_computed(prefill)
 
-    async def _computed(self, sequence: Sequence, prefill: _Prefill, token: int, ended_ns: int) -> None:
+    async def _computed(self, sequence: Sequence, prefill: Prefill, token: int, ended_ns: int) -> None:
         self.replicas.of(sequence).scheduler.hold(sequence)
         reason = sequence.finish_reason(token, self.info.eos_token_ids)
         sequence.outcome = str(reason or _HANDED_OVER)
@@ -202,8 +174,8 @@ class PrefillService(WorkerService):
                 incarnation=self.incarnation,
                 first_token=token,
                 finish_reason=reason,
-                queue_ms=(prefill.started_ns - prefill.accepted_ns) / 1e6,
-                compute_ms=(ended_ns - prefill.started_ns) / 1e6,
+                queue_ms=prefill.queue_ms,
+                compute_ms=prefill.compute_ms,
             ),
             deadline,
             answered=answered,
@@ -228,8 +200,7 @@ class PrefillService(WorkerService):
         self.links.transfer_ends(handoff_id)
         prefill = self._prefills.pop(handoff_id, None)
         if prefill is not None:
-            _tell(prefill)
-            self._log_end(prefill)
+            self._telling.ended(prefill)
 
     async def drain(self) -> None:
         """See `WorkerService.drain`. Links go when their last transfer has ended, and so does their record."""
@@ -254,7 +225,7 @@ class PrefillService(WorkerService):
             self._unreported[push.handoff_id, push.rank] = None
             if _is_complete(part, push.role, sequence):
                 prefill.parts_left[push.rank] -= 1
-                prefill.untold.append(self._part_event(sequence, push, part))
+                self._telling.part_pushed(prefill, push, part)
                 if prefill.parts_left[push.rank] == 0:
                     await self._report_parts(push.handoff_id, push.rank)
             self._has_unreported.set()
@@ -275,7 +246,7 @@ class PrefillService(WorkerService):
             old_ns = self.clock.monotonic_ns() - int(_TELL_AFTER_S * 1e9)
             for prefill in self._prefills.values():
                 if prefill.accepted_ns < old_ns:
-                    _tell(prefill)
+                    self._telling.tell(prefill)
 
     async def _report_parts(self, handoff_id: str, rank: int) -> None:
         self._unreported.pop((handoff_id, rank), None)
@@ -303,66 +274,6 @@ class PrefillService(WorkerService):
                 PrefillFinished(handoff_id=sequence.handoff_id, incarnation=self.incarnation, error=error),
                 self.deadline_of(sequence),
             )
-
-    def _log_end(self, prefill: _Prefill) -> None:
-        sequence, pushed = prefill.sequence, prefill.parts.reports()
-        with within(sequence.trace):
-            self.log.info(
-                "prefill_ended",
-                handoff_id=sequence.handoff_id,
-                request_id=sequence.request_id,
-                outcome=sequence.outcome or "released",
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                bytes=sum(report.num_bytes for report in pushed),
-                queue_ms=(prefill.started_ns - prefill.accepted_ns) / 1e6 if prefill.started_ns else None,
-                compute_ms=(prefill.computed_ns - prefill.started_ns) / 1e6 if prefill.computed_ns else None,
-                push_ms={str(report.source_rank): report.push_ms for report in pushed},
-                response_rpc_ms=prefill.response_rpc_ms,
-            )
-
-    def _part_event(self, sequence: Sequence, push: PartPushed, part: PartProgress) -> Callable[[], object]:
-        return partial(
-            self.events.publish,
-            EventName.PART_PUSHED,
-            handoff_id=sequence.handoff_id,
-            request_id=sequence.request_id,
-            phase="push",
-            at_ns=push.done_ns,
-            started_ns=part.first_started_ns,
-            duration_ms=part.push_ms,
-            num_bytes=part.num_bytes,
-            role=push.role,
-            layer=push.layer,
-            source_rank=push.rank,
-            destination_rank=push.destination_rank,
-            source_dp_rank=sequence.dp_rank,
-            destination_dp_rank=0 if sequence.push is None else sequence.push.grant.dp_rank,
-        )
-
-    def _layer_events(self, prefill: _Prefill) -> Iterator[Callable[[], object]]:
-        sequence = prefill.sequence
-        for time in prefill.layers:
-            yield partial(
-                self.events.publish,
-                EventName.LAYER_COMPUTED,
-                handoff_id=sequence.handoff_id,
-                request_id=sequence.request_id,
-                phase="prefill",
-                at_ns=time.ended_ns,
-                started_ns=time.started_ns,
-                duration_ms=time.busy_ns / 1e6,
-                num_chunks=time.num_chunks,
-                layer=time.layer,
-                source_rank=time.rank,
-                source_dp_rank=sequence.dp_rank,
-            )
-
-
-def _tell(prefill: _Prefill) -> None:
-    untold, prefill.untold = prefill.untold, []
-    with within(prefill.sequence.trace):
-        for publish in untold:
-            publish()
 
 
 def _is_complete(part: PartProgress, role: Role, sequence: Sequence) -> bool:
