@@ -14,7 +14,8 @@ import numpy as np
 from common.dataplane.port import WriteGrant
 from common.dataplane.tcp_channel import Channel, ChannelError, Fault
 from common.dataplane.tcp_region import STALE, RefusedError, TcpRegion
-from common.dataplane.tcp_segments import pieces
+from common.dataplane.tcp_segments import vector_into
+from common.dataplane.tcp_vector import Vector
 from common.dataplane.tcp_wire import (
     BEGIN_BYTES,
     CELL_BYTES,
@@ -89,7 +90,7 @@ class Caller:
         self.region = region
         if self._find(hello) is not region:  # closed meanwhile, without an order to stop
             raise RefusedError("the region has been closed")
-        self._channel.send([encode_answer(Status.DONE, 0, "")], deadline)
+        self._channel.send(encode_answer(Status.DONE, 0, ""), deadline)
         return region
 
     def _receive_head(self) -> bytes:
@@ -114,16 +115,16 @@ class Caller:
                 nbytes = self._write(region, begin, grant, deadline)
             case Operation.READ:
                 nbytes = self._read(region, begin, grant, deadline)
-        self._channel.send([encode_answer(Status.DONE, nbytes, "")], self._now() + ANSWER_TIMEOUT_S)
+        self._channel.send(encode_answer(Status.DONE, nbytes, ""), self._now() + ANSWER_TIMEOUT_S)
 
     def _write(self, region: TcpRegion, begin: Begin, grant: WriteGrant, deadline: float) -> int:
         landing = region.enter(grant, self._channel)
         nbytes = 0
         try:
             for _ in range(begin.num_batches):
-                views, size = self._receive_table(region, deadline)
-                self.land(views, deadline)
-                nbytes += size
+                pieces = self._receive_table(region, deadline)
+                self.land(pieces, deadline)
+                nbytes += pieces.nbytes
         except ChannelError as error:
             stopped = error.fault is Fault.STOPPED
             raise RefusedError("the grant was revoked or the region closed" if stopped else str(error)) from error
@@ -133,30 +134,31 @@ class Caller:
             raise RefusedError(STALE)
         return nbytes
 
-    def land(self, views: list[memoryview], deadline: float) -> None:
+    def land(self, pieces: Vector, deadline: float) -> None:
         """Receive the bytes of one batch straight into the region. Raises `ChannelError`."""
-        self._channel.receive(views, deadline)
+        self._channel.receive_vector(pieces, deadline)
 
     def _read(self, region: TcpRegion, begin: Begin, grant: WriteGrant, deadline: float) -> int:
         cells = region.check(grant)
         nbytes = 0
         for _ in range(begin.num_batches):
-            views, size = self._receive_table(region, deadline)
-            self.lend(views, size, deadline)
-            nbytes += size
+            pieces = self._receive_table(region, deadline)
+            self.lend(pieces, deadline)
+            nbytes += pieces.nbytes
         if not cells.all_hold(grant.generation):
             raise RefusedError(STALE)
         return nbytes
 
-    def lend(self, views: list[memoryview], nbytes: int, deadline: float) -> None:
+    def lend(self, pieces: Vector, deadline: float) -> None:
         """Send the bytes of one batch straight from the region. Raises `ChannelError`."""
-        self._channel.send([encode_data(nbytes), *views], deadline)
+        self._channel.send(encode_data(pieces.nbytes), deadline)
+        self._channel.send_vector(pieces, deadline)
 
-    def _receive_table(self, region: TcpRegion, deadline: float) -> tuple[list[memoryview], int]:
-        """The pieces of the next batch, all of them within the region, and their bytes."""
+    def _receive_table(self, region: TcpRegion, deadline: float) -> Vector:
+        """The pieces of the next batch, all of them within the region."""
         num_segments, nbytes = decode_batch(self._channel.receive_bytes(PREFIX.size, deadline))
         table = self._table[: num_segments * SEGMENT_BYTES]
-        self._channel.receive([table], deadline)
+        self._channel.receive(table, deadline)
         columns = np.frombuffer(table, "<u8").reshape(num_segments, 2)
         offsets, lengths = columns[:, 0], columns[:, 1]
         limit = np.uint64(region.memory.length)
@@ -165,4 +167,4 @@ class Caller:
             raise RefusedError("a piece is out of bounds")
         if not nbytes or sum(lengths.tolist()) != nbytes:
             raise WireError("the pieces of a batch do not add up")
-        return pieces(region.data, offsets, lengths), nbytes
+        return vector_into(region.memory, offsets, lengths)

@@ -11,8 +11,10 @@ import ipaddress
 import select
 import socket
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
+
+from common.dataplane.tcp_vector import Vector
 
 SLICE_S: Final = 0.05
 SLICE_BYTES: Final = 1 << 20
@@ -23,10 +25,6 @@ UNREACHABLE_S: Final = 10
 """How long a peer may leave sent bytes, or a keepalive, without an acknowledgement before it counts as gone."""
 IDLE_MS: Final = 10_000
 """How often an idle connection's thread looks whether it still has to wait; what happens on the connection wakes it at once."""
-MAX_VECTOR: Final = 512
-"""Most buffers of one call; the kernel takes 1,024."""
-
-Buffer = bytes | memoryview
 
 
 class Fault(enum.Enum):
@@ -63,47 +61,62 @@ class Channel:
         self.stopped = False
         tune(connection)
 
-    def receive(self, buffers: Iterable[memoryview], deadline: float | None) -> None:
-        """Fill `buffers` in order. Raises `ChannelError`; what was filled until then is not known."""
-        for window in windows(buffers):
-            while window:
-                self._check(deadline)
-                try:
-                    if len(window) == 1:
-                        count = self._socket.recv_into(window[0], 0, socket.MSG_WAITALL)
-                    else:
-                        count = self._socket.recvmsg_into(window, 0, socket.MSG_WAITALL)[0]
-                except BlockingIOError:
-                    continue
-                except OSError as error:
-                    raise self._broken(error) from error
-                if not count:
-                    self._check(deadline)
-                    raise ChannelError(Fault.ENDED, "the peer closed the connection")
-                _advance(window, count)
+    def receive(self, buffer: memoryview, deadline: float | None) -> None:
+        """Fill `buffer`. Raises `ChannelError`; what was filled until then is not known."""
+        while len(buffer):
+            self._check(deadline)
+            try:
+                count = self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+            self._check_received(count, deadline)
+            buffer = buffer[count:]
 
     def receive_bytes(self, length: int, deadline: float | None) -> bytes:
         """Exactly `length` bytes, a number that the caller has bounded. Raises `ChannelError`."""
         data = bytearray(length)
-        self.receive([memoryview(data)], deadline)
+        self.receive(memoryview(data), deadline)
         return bytes(data)
 
-    def send(self, buffers: Iterable[Buffer], deadline: float, *, listen: bool = False) -> None:
-        """Send `buffers` in order; with `listen`, give up when the peer says something meanwhile. Raises `ChannelError`."""
+    def receive_vector(self, vector: Vector, deadline: float) -> None:
+        """Fill all pieces of `vector`. Raises as `receive` does."""
+        while not vector.is_done:
+            self._check(deadline)
+            try:
+                count = vector.receive(self._socket)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+            self._check_received(count, deadline)
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """Send `data`. Raises `ChannelError`."""
+        while data:
+            self._check(deadline)
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+
+    def send_vector(self, vector: Vector, deadline: float) -> None:
+        """Send all pieces of `vector`, but give up when the peer says something meanwhile. Raises `ChannelError`."""
         first = True
-        for window in windows(buffers):
-            while window:
-                self._check(deadline)
-                if listen and not first and self.has_input:
-                    raise ChannelError(Fault.ANSWERED, "the peer did not wait for the end")
-                first = False
-                try:
-                    count = self._socket.sendmsg(window)
-                except BlockingIOError:
-                    continue
-                except OSError as error:
-                    raise self._broken(error) from error
-                _advance(window, count)
+        while not vector.is_done:
+            self._check(deadline)
+            if not first and self.has_input:
+                raise ChannelError(Fault.ANSWERED, "the peer did not wait for the end")
+            first = False
+            try:
+                vector.send(self._socket)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
 
     def wait_for_input(self) -> None:
         """Return when the peer says something or ends the connection, or when this end is told to stop."""
@@ -178,6 +191,11 @@ class Channel:
         if deadline is not None and self._now() >= deadline:
             raise ChannelError(Fault.LATE, "the deadline has passed")
 
+    def _check_received(self, count: int, deadline: float | None) -> None:
+        if not count:
+            self._check(deadline)
+            raise ChannelError(Fault.ENDED, "the peer closed the connection")
+
     def _shut(self, how: int) -> None:
         with contextlib.suppress(OSError):  # not connected any more
             self._socket.shutdown(how)
@@ -185,27 +203,6 @@ class Channel:
     @staticmethod
     def _broken(error: OSError) -> ChannelError:
         return ChannelError(Fault.BROKEN, f"the connection broke: {error.strerror or error}")
-
-
-def windows(buffers: Iterable[Buffer]) -> Iterable[list[memoryview]]:
-    """`buffers` in order, in lists for one call each."""
-    window: list[memoryview] = []
-    room = SLICE_BYTES
-    for buffer in buffers:
-        view = memoryview(buffer)
-        while len(view) > room:
-            window.append(view[:room])
-            view = view[room:]
-            yield window
-            window, room = [], SLICE_BYTES
-        if len(view):
-            window.append(view)
-            room -= len(view)
-        if len(window) >= MAX_VECTOR or not room:
-            yield window
-            window, room = [], SLICE_BYTES
-    if window:
-        yield window
 
 
 def tune(connection: socket.socket) -> None:
@@ -223,16 +220,3 @@ def tune(connection: socket.socket) -> None:
     if ipaddress.ip_address(connection.getpeername()[0].partition("%")[0]).is_loopback:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER_BYTES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOOPBACK_BUFFER_BYTES)
-
-
-def _advance(window: list[memoryview], count: int) -> None:
-    """Drop the first `count` bytes."""
-    done = 0
-    for view in window:
-        if len(view) > count:
-            break
-        count -= len(view)
-        done += 1
-    del window[:done]
-    if count:
-        window[0] = window[0][count:]

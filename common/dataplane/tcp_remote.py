@@ -109,7 +109,7 @@ class TcpRemoteRegion:
         except DataPlaneError as error:
             self._leave(None, reusable=False)
             return _failed(error.message)
-        transfer = Transfer(channel, here.data, segments, grant, now=self._now, deadline=deadline)
+        transfer = Transfer(channel, here, segments, grant, now=self._now, deadline=deadline)
         try:
             result = move(transfer)
         finally:
@@ -196,7 +196,7 @@ def open_channel(descriptor: RegionDescriptor, now: Callable[[], float], deadlin
         except OSError as error:
             raise DataPlaneError(f"the peer at {descriptor.opaque!r} does not answer: {error}") from error
         try:
-            channel.send([hello], deadline)
+            channel.send(hello, deadline)
             reply = decode_reply(channel.receive_bytes(PREFIX.size, deadline))
             if reply.kind is Kind.ANSWER and reply.status is Status.DONE:
                 return channel

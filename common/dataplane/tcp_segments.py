@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from common.dataplane.shm_memory import RegionMemory
+from common.dataplane.tcp_channel import SLICE_BYTES
+from common.dataplane.tcp_vector import Vector, vector_of
 from common.dataplane.tcp_wire import MAX_SEGMENTS
 from common.layout.joining import batch_of
 from common.layout.run import Run
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Segments(NamedTuple):
-    """Pieces of at least one byte: where each begins on either side, and its length (uint64 columns)."""
+    """Pieces of at least one byte: where each begins on either side, and its length (int64 columns)."""
 
     local: Column
     remote: Column
@@ -66,11 +69,9 @@ def segments_of(runs: Sequence[Run]) -> Segments:
     return _joined(np.concatenate(local), np.concatenate(remote), np.concatenate(length))
 
 
-def pieces(data: memoryview, offsets: Column, lengths: Column) -> list[memoryview]:
-    """The pieces as views of a region's data, in order."""
-    starts = offsets.tolist()
-    ends = (offsets + lengths).tolist()
-    return [data[start:end] for start, end in zip(starts, ends, strict=True)]
+def vector_into(memory: RegionMemory, offsets: Column, lengths: Column, *, head: bytes = b"") -> Vector:
+    """Pieces of a region's data for one transfer, with `head` before them. They must lie within the region."""
+    return vector_of(head, memory.address, offsets, lengths, memory, slice_bytes=SLICE_BYTES)
 
 
 def _joined(local: Column, remote: Column, length: Column) -> Segments:

@@ -8,8 +8,10 @@ from typing import Final
 import numpy as np
 
 from common.dataplane.port import Outcome, TransferResult, WriteGrant
-from common.dataplane.tcp_channel import Buffer, Channel, ChannelError, Fault
-from common.dataplane.tcp_segments import Segments, pieces
+from common.dataplane.shm_memory import RegionMemory
+from common.dataplane.tcp_channel import Channel, ChannelError, Fault
+from common.dataplane.tcp_segments import Segments, vector_into
+from common.dataplane.tcp_vector import Vector
 from common.dataplane.tcp_wire import (
     PREFIX,
     Kind,
@@ -27,12 +29,12 @@ SETTLE_S: Final = 0.25
 
 
 class Transfer:
-    """Moves `segments` between `local` data and the region at the other end of `channel`, once."""
+    """Moves `segments` between a `local` region and the region at the other end of `channel`, once."""
 
     def __init__(
         self,
         channel: Channel,
-        local: memoryview,
+        local: RegionMemory,
         segments: Segments,
         grant: WriteGrant,
         *,
@@ -55,7 +57,8 @@ class Transfer:
         INDETERMINATE when the connection broke, or the owner stayed silent for `SETTLE_S` after the transfer was given up.
         """
         try:
-            self._channel.send(self._outgoing(), self._deadline, listen=True)
+            for pieces in self._outgoing():
+                self._channel.send_vector(pieces, self._deadline)
             return self._result(self._receive_answer(self._deadline))
         except ChannelError as error:
             return self._settle(error)
@@ -72,26 +75,29 @@ class Transfer:
     def _fetch(self) -> TransferResult:
         head = self._begin(Operation.READ)
         for batch in self._segments.batches():
-            self._channel.send([head, *_table(batch)], self._deadline)
+            self._channel.send(head + _table(batch), self._deadline)
             head = b""
             reply = decode_reply(self._channel.receive_bytes(PREFIX.size, self._deadline))
             if reply.kind is not Kind.DATA:
                 return self._result(reply)
             if reply.nbytes != batch.nbytes:
                 raise WireError("the peer sends another number of bytes than it was asked for")
-            self._channel.receive(pieces(self._local, batch.local, batch.length), self._deadline)
-        self._channel.send([head], self._deadline)  # without a batch it has not been sent yet
+            self._channel.receive_vector(vector_into(self._local, batch.local, batch.length), self._deadline)
+        self._channel.send(head, self._deadline)  # without a batch it has not been sent yet
         return self._result(self._receive_answer(self._deadline))
 
     def _begin(self, operation: Operation) -> bytes:
         prefix = encode_begin(operation, self._grant, self._segments.num_batches, self._deadline - self._now())
         return prefix + np.array(self._grant.cells, "<u4").tobytes()
 
-    def _outgoing(self) -> Iterator[Buffer]:
-        yield self._begin(Operation.WRITE)
+    def _outgoing(self) -> Iterator[Vector]:
+        head = self._begin(Operation.WRITE)
         for batch in self._segments.batches():
-            yield from _table(batch)
-            yield from pieces(self._local, batch.local, batch.length)
+            yield vector_into(self._local, batch.local, batch.length, head=head + _table(batch))
+            head = b""
+        if head:  # no batch at all
+            empty = self._segments.length
+            yield vector_into(self._local, empty, empty, head=head)
 
     def _settle(self, error: ChannelError) -> TransferResult:
         """The transfer will not be completed: say so to the owner, and find out whether it has stopped."""
@@ -134,5 +140,5 @@ class Transfer:
             return "refused, for a reason that got lost"
 
 
-def _table(batch: Segments) -> tuple[bytes, bytes]:
-    return encode_batch(len(batch.length), batch.nbytes), batch.remote_table()
+def _table(batch: Segments) -> bytes:
+    return encode_batch(len(batch.length), batch.nbytes) + batch.remote_table()

@@ -17,6 +17,7 @@ from common.dataplane.port import DataPlane, TransferResult, WriteGrant
 from common.dataplane.shm import ShmDataPlane
 from common.dataplane.tcp import TcpDataPlane
 from common.dataplane.tcp_caller import Caller
+from common.dataplane.tcp_vector import Vector
 from common.layout.run import Run
 from common.runtime.clock import SystemClock
 
@@ -130,15 +131,15 @@ def make_bench(adapter: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
                     monkeypatch.setattr(Caller, "land", land)
                     monkeypatch.setattr(Caller, "lend", lend)
 
-                def stop_and_land(caller: Caller, views: list[memoryview], deadline: float) -> None:
+                def stop_and_land(caller: Caller, pieces: Vector, deadline: float) -> None:
                     restore()
                     hold.wait()
-                    land(caller, views, deadline)
+                    land(caller, pieces, deadline)
 
-                def stop_and_lend(caller: Caller, views: list[memoryview], nbytes: int, deadline: float) -> None:
+                def stop_and_lend(caller: Caller, pieces: Vector, deadline: float) -> None:
                     restore()
                     hold.wait()
-                    lend(caller, views, nbytes, deadline)
+                    lend(caller, pieces, deadline)
 
                 monkeypatch.setattr(Caller, "land", stop_and_land)
                 monkeypatch.setattr(Caller, "lend", stop_and_lend)

@@ -13,19 +13,20 @@ It owns a region, prints its descriptor, then obeys one command a line from its 
 
 from __future__ import annotations
 
+import socket
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from common.dataplane import shm_remote, tcp_channel
+from common.dataplane import shm_remote
 from common.dataplane.copier import copy_group
 from common.dataplane.ofd_lock import SharedLocks
 from common.dataplane.port import DataPlane, RemoteRegion
 from common.dataplane.shm import ShmDataPlane
 from common.dataplane.tcp import TcpDataPlane
+from common.dataplane.tcp_vector import Vector
 from common.layout.run import Run
 from common.runtime.clock import SystemClock
 from contracts.dataplane import RegionDescriptor
@@ -53,22 +54,22 @@ def held_copy(*arguments: Any, **named: Any) -> int:
     return copy_group(*arguments, **named)
 
 
-windows = tcp_channel.windows
+send = Vector.send
 try_acquire, release = SharedLocks.try_acquire, SharedLocks.release
 
 
-def held_windows(buffers: Iterable[tcp_channel.Buffer]) -> Iterator[list[memoryview]]:
+def held_send(vector: Vector, connection: socket.socket) -> int:
     """TCP: the owner has been sent the beginning of the transfer and some of its bytes."""
-    for number, window in enumerate(windows(buffers)):
-        if number == 1:
-            pause()
-        yield window
+    if vector._done >= LENGTH // 2:
+        set_holds(copy_group, send)
+        pause()
+    return send(vector, connection)
 
 
-def set_holds(copy: object, cut: object) -> None:
-    """What copies through shared memory from now on, and what cuts a message over TCP."""
+def set_holds(copy: object, push: object) -> None:
+    """What copies through shared memory from now on, and what sends over TCP."""
     setattr(shm_remote, "copy_group", copy)  # noqa: B010 - the module does not export the name
-    setattr(tcp_channel, "windows", cut)  # noqa: B010 - nor does it promise this one
+    setattr(Vector, "send", push)  # noqa: B010 - the same for a method
 
 
 def main(transport: str, folder: str) -> None:
@@ -92,9 +93,9 @@ def main(transport: str, folder: str) -> None:
             say("connected")
         elif command in {"write", "hold"} and remote is not None:
             if command == "hold":
-                set_holds(held_copy, held_windows)
+                set_holds(held_copy, held_send)
             say(remote.write([RUN], region, GRANT, NOW() + PATIENCE_S).outcome.value)
-            set_holds(copy_group, windows)
+            set_holds(copy_group, send)
         elif command == "unlock":
             SharedLocks.try_acquire = lambda *_: True  # type: ignore[method-assign] # to be seen to fail
             SharedLocks.release = lambda *_: None  # type: ignore[method-assign] # likewise
