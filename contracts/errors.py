@@ -7,6 +7,9 @@ from typing import Final
 
 import msgspec
 
+MAX_ERROR_CHARS: Final = 2000
+MAX_PARAM_CHARS: Final = 200
+
 
 class ErrorCode(StrEnum):
     """Stable names of everything that can go wrong with a request. They travel in replies, frames, events and HTTP bodies."""
@@ -67,11 +70,20 @@ ERROR_RULES: Final[dict[ErrorCode, ErrorRule]] = {
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error as it travels. `param` names the request field at fault, when there is one."""
+    """An error as it travels. `param` names the request field at fault, when there is one.
+
+    A message of more than `MAX_ERROR_CHARS` is cut, whoever wrote it: errors travel inside of messages that have a bound.
+    """
 
     code: ErrorCode
     message: str
     param: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.message) > MAX_ERROR_CHARS:
+            msgspec.structs.force_setattr(self, "message", f"{self.message[: MAX_ERROR_CHARS - 4]} ...")
+        if self.param is not None and len(self.param) > MAX_PARAM_CHARS:
+            msgspec.structs.force_setattr(self, "param", self.param[:MAX_PARAM_CHARS])
 
     @property
     def rule(self) -> ErrorRule:

@@ -9,8 +9,9 @@ import msgspec
 
 from contracts.codec import Versioned
 from contracts.errors import ErrorInfo
+from contracts.ids import Token
 from contracts.manifest import Namespace, Role
-from contracts.numbers import Whole
+from contracts.numbers import Milliseconds, Whole
 from contracts.requests import FinishReason, Refused, Route, SamplingParams, WorkerRef
 
 GRANT_SECRET_BYTES: Final = 16
@@ -28,8 +29,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     never in events, logs or the record of a handoff.
     """
 
-    worker_id: str
-    incarnation: str
+    worker_id: Token
+    incarnation: Token
     dp_rank: Whole = 0
     generation: Whole
     block_ids: tuple[Whole, ...]
@@ -45,22 +46,22 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
 class ReserveDecode(Versioned, frozen=True, kw_only=True, tag="reserve_decode"):
     """Broker to decode: set memory aside for prompt + max_tokens, before prefill runs."""
 
-    handoff_id: str
-    request_id: str
+    handoff_id: Token
+    request_id: Token
     attempt: Whole
-    router_id: str
-    incarnation: str
+    router_id: Token
+    incarnation: Token
     source: WorkerRef
     fence: Whole
     num_prompt_tokens: Whole
     sampling: SamplingParams
-    timeout_ms: Whole
+    timeout_ms: Milliseconds
 
 
 class Reserved(Versioned, frozen=True, kw_only=True, tag="reserved"):
     """Decode to broker: the memory is there; the leading `num_cached_tokens` need not be sent."""
 
-    handoff_id: str
+    handoff_id: Token
     grant: Grant
     num_cached_tokens: Whole
     prepare_ms: float
@@ -72,16 +73,16 @@ ReserveAnswer: TypeAlias = Reserved | Refused
 class RunPrefill(Versioned, frozen=True, kw_only=True, tag="run_prefill"):
     """Broker to prefill: compute the prompt, push its cache into the grant."""
 
-    handoff_id: str
-    request_id: str
+    handoff_id: Token
+    request_id: Token
     attempt: Whole
-    router_id: str
-    incarnation: str
+    router_id: Token
+    incarnation: Token
     fence: Whole
     num_prompt_tokens: Whole
     prompt_hash: str
     sampling: SamplingParams
-    timeout_ms: Whole
+    timeout_ms: Milliseconds
     grant: Grant
     num_cached_tokens: Whole
 
@@ -89,16 +90,16 @@ class RunPrefill(Versioned, frozen=True, kw_only=True, tag="run_prefill"):
 class RunMixed(Versioned, frozen=True, kw_only=True, tag="run_mixed"):
     """Broker to a mixed worker: compute the prompt and go on decoding."""
 
-    handoff_id: str
-    request_id: str
+    handoff_id: Token
+    request_id: Token
     attempt: Whole
-    router_id: str
-    incarnation: str
+    router_id: Token
+    incarnation: Token
     fence: Whole
     num_prompt_tokens: Whole
     prompt_hash: str
     sampling: SamplingParams
-    timeout_ms: Whole
+    timeout_ms: Milliseconds
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -120,8 +121,8 @@ class PartsReport(Versioned, frozen=True, kw_only=True, tag="parts_report"):
     `source_rank` is a tensor-parallel rank of the replica `source_dp_rank`, the one that computes the prompt.
     """
 
-    handoff_id: str
-    incarnation: str
+    handoff_id: Token
+    incarnation: Token
     source_dp_rank: Whole = 0
     source_rank: Whole
     revision: Whole
@@ -133,13 +134,13 @@ class PartsReport(Versioned, frozen=True, kw_only=True, tag="parts_report"):
 class QueryParts(Versioned, frozen=True, kw_only=True, tag="query_parts"):
     """Broker to prefill: report all parts again (verb `parts`); a report may have been lost."""
 
-    handoff_id: str
+    handoff_id: Token
 
 
 class PartsAnswer(Versioned, frozen=True, kw_only=True, tag="parts_answer"):
     """One report for each source rank that has any."""
 
-    handoff_id: str
+    handoff_id: Token
     reports: tuple[PartsReport, ...]
 
 
@@ -149,8 +150,8 @@ class PrefillFinished(Versioned, frozen=True, kw_only=True, tag="prefill_finishe
     With a `finish_reason` the first token ended the request, with an `error` the prefill failed: then there is no commit.
     """
 
-    handoff_id: str
-    incarnation: str
+    handoff_id: Token
+    incarnation: Token
     first_token: Whole | None = None
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
@@ -162,12 +163,12 @@ class PrefillFinished(Versioned, frozen=True, kw_only=True, tag="prefill_finishe
 class CommitHandoff(Versioned, frozen=True, kw_only=True, tag="commit_handoff"):
     """Broker to decode: the ledger is closed and the request is yours. Idempotent by handoff id."""
 
-    handoff_id: str
-    incarnation: str
+    handoff_id: Token
+    incarnation: Token
     fence: Whole
     first_token: Whole
     num_cached_tokens: Whole
-    timeout_ms: Whole
+    timeout_ms: Milliseconds
 
 
 class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
@@ -177,8 +178,8 @@ class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
     commit's arrival until the first token was ready to be sent, `first_token_rpc_ms` from then until the bus had taken it.
     """
 
-    handoff_id: str
-    incarnation: str
+    handoff_id: Token
+    incarnation: Token
     prepare_ms: float
     enqueue_ms: float
     total_ms: float
@@ -190,9 +191,9 @@ class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
 class ReleaseHandoff(Versioned, frozen=True, kw_only=True, tag="release_handoff"):
     """Broker to either worker: the request's memory may go back. Idempotent; also a tombstone for a run not yet seen."""
 
-    handoff_id: str
+    handoff_id: Token
     reason: str
-    tombstone_ms: Whole
+    tombstone_ms: Milliseconds
 
 
 class Released(Versioned, frozen=True, kw_only=True, tag="released", omit_defaults=True):
@@ -201,15 +202,15 @@ class Released(Versioned, frozen=True, kw_only=True, tag="released", omit_defaul
     `response_rpc_ms` is how long the broker took to answer the prefill worker's report of the first token.
     """
 
-    handoff_id: str
+    handoff_id: Token
     response_rpc_ms: float | None = None
 
 
 class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
     """Decode or mixed to broker: no more tokens will come."""
 
-    handoff_id: str
-    incarnation: str
+    handoff_id: Token
+    incarnation: Token
     num_tokens: Whole
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
@@ -240,10 +241,10 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
     the broker's hop.
     """
 
-    handoff_id: str
-    request_id: str
+    handoff_id: Token
+    request_id: Token
     attempt: Whole
-    router_id: str
+    router_id: Token
     route: Route
     state: HandoffState
     fence: Whole

@@ -9,7 +9,8 @@ import msgspec
 
 from contracts.codec import Versioned
 from contracts.errors import ErrorInfo
-from contracts.numbers import Whole
+from contracts.ids import Token
+from contracts.numbers import Milliseconds, Whole
 
 
 class FinishReason(StrEnum):
@@ -38,8 +39,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRef(msgspec.Struct, frozen=True, kw_only=True):
     """One start of one worker."""
 
-    worker_id: str
-    incarnation: str
+    worker_id: Token
+    incarnation: Token
 
 
 class DisaggregatedRoute(msgspec.Struct, frozen=True, kw_only=True, tag="disaggregated"):
@@ -64,27 +65,27 @@ class PromptFrame(Versioned, frozen=True, kw_only=True, tag="prompt_frame"):
     `ids_b64` is base64 of little-endian u32 token ids. Frames of one handoff may arrive in any order and more than once.
     """
 
-    handoff_id: str
+    handoff_id: Token
     index: Whole
     num_frames: Whole
     num_prompt_tokens: Whole
     prompt_hash: str
-    timeout_ms: Whole
+    timeout_ms: Milliseconds
     ids_b64: str
 
 
 class SubmitRequest(Versioned, frozen=True, kw_only=True, tag="submit_request"):
     """The router asks the broker to serve one attempt of a request."""
 
-    handoff_id: str
-    request_id: str
+    handoff_id: Token
+    request_id: Token
     attempt: Whole
-    router_id: str
+    router_id: Token
     route: Route
     num_prompt_tokens: Whole
     prompt_hash: str
     sampling: SamplingParams
-    timeout_ms: Whole
+    timeout_ms: Milliseconds
 
 
 class CancelRequest(Versioned, frozen=True, kw_only=True, tag="cancel_request"):
@@ -93,7 +94,7 @@ class CancelRequest(Versioned, frozen=True, kw_only=True, tag="cancel_request"):
     With a `finish_reason` it is not given up but complete: the router saw its end, as with a stop string.
     """
 
-    handoff_id: str
+    handoff_id: Token
     reason: str
     num_tokens: Whole = 0
     finish_reason: FinishReason | None = None
@@ -102,7 +103,7 @@ class CancelRequest(Versioned, frozen=True, kw_only=True, tag="cancel_request"):
 class CancelWork(Versioned, frozen=True, kw_only=True, tag="cancel_work"):
     """A hint to a worker to stop computing. It never frees granted memory: only a release does."""
 
-    handoff_id: str
+    handoff_id: Token
 
 
 class Ping(Versioned, frozen=True, kw_only=True, tag="ping"):
@@ -112,20 +113,20 @@ class Ping(Versioned, frozen=True, kw_only=True, tag="ping"):
 class Pong(Versioned, frozen=True, kw_only=True, tag="pong"):
     """It is there."""
 
-    broker_id: str
+    broker_id: Token
     draining: bool
 
 
 class Accepted(Versioned, frozen=True, kw_only=True, tag="accepted"):
     """The callee took the request over. Never the result of the work."""
 
-    handoff_id: str
+    handoff_id: Token
 
 
 class Refused(Versioned, frozen=True, kw_only=True, tag="refused"):
     """The callee did not, and nothing was changed."""
 
-    handoff_id: str
+    handoff_id: Token
     error: ErrorInfo
 
 
@@ -140,8 +141,8 @@ class TokenFrame(Versioned, frozen=True, kw_only=True, tag="token_frame", omit_d
     `finish_reason` or an `error`.
     """
 
-    handoff_id: str
-    request_id: str
+    handoff_id: Token
+    request_id: Token
     attempt: Whole
     index: Whole
     token_ids: tuple[Whole, ...] = ()

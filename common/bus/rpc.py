@@ -16,7 +16,7 @@ from common.runtime.tasks import BoundedTasks
 from common.runtime.trace import received, within
 from contracts import subjects
 from contracts.codec import encode
-from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
+from contracts.errors import CodecError, ErrorCode, ErrorInfo, PdmeshError
 from contracts.requests import Refused
 
 Handler = Callable[[bytes], Awaitable[msgspec.Struct]]
@@ -99,7 +99,12 @@ class RpcEdge:
 
     async def _respond(self, message: Message, answer: msgspec.Struct) -> None:
         try:
-            await message.respond(encode(answer))
+            data = encode(answer)
+        except CodecError as error:
+            self._log.error("answer_too_large", subject=message.subject, error_message=error.message)
+            data = encode(_refusal(ErrorCode.INTERNAL, error.message))
+        try:
+            await message.respond(data)
         except BusError as error:  # whoever asked will ask again, and get the answer from the record
             self._log.info("answer_lost", subject=message.subject, error_code=error.code)
 

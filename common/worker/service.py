@@ -11,6 +11,7 @@ import msgspec
 
 from common.bus.handoff_events import HandoffEvents
 from common.bus.port import Bucket, Bus, Subscription
+from common.bus.refusals import Refusals
 from common.bus.rpc import Handler, RefusedError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
@@ -72,6 +73,7 @@ class WorkerService(ABC):
         self.settings = settings
         self.incarnation = parts.incarnation
         self.metrics = parts.metrics
+        self.refusals = Refusals(parts.log, parts.clock, parts.metrics)
         self.bus = parts.bus
         self.clock = parts.clock
         self.log = parts.log
@@ -260,10 +262,8 @@ class WorkerService(ABC):
         """
         async with subscription:
             async for message in subscription:
-                try:
-                    cancel = decode(message.data, CancelWork)
-                except PdmeshError as error:
-                    self.log.info("message_refused", subject=message.subject, error=error.message)
+                cancel = self.refusals.message("cancel", message.data, CancelWork, subject=message.subject)
+                if cancel is None:
                     continue
                 sequence = self.table.get(cancel.handoff_id)
                 if sequence is not None:

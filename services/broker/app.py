@@ -8,6 +8,7 @@ import sys
 from common.bus.measurement import BusMetrics
 from common.bus.nats import NatsBus
 from common.bus.port import Bus
+from common.bus.refusals import Refusals
 from common.bus.storage import EVENTS_CONFIG
 from common.runtime.admin import AdminRoutes, AdminServer
 from common.runtime.clock import Clock, SystemClock
@@ -51,7 +52,8 @@ async def open_broker(
         calls=calls,
     )
     await broker.recover()
-    edges = BrokerEdges(broker, bus, group, log, partition=settings.partition)
+    refusals = Refusals(log, clock, metrics)
+    edges = BrokerEdges(broker, bus, group, log, refusals, partition=settings.partition)
     await edges.open()
     return broker, edges
 

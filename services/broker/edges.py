@@ -9,12 +9,12 @@ from typing import Final
 import msgspec
 
 from common.bus.port import Bus, Entry, Snapshot, Subscription, Watch
+from common.bus.refusals import Refusals
 from common.bus.rpc import Handler, RpcEdge
 from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG
 from common.runtime.lifecycle import Log
 from contracts import subjects
 from contracts.codec import decode
-from contracts.errors import CodecError
 from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.links import LinkRecord
 from contracts.requests import CancelRequest, Ping, Pong, SubmitRequest, WorkerRef
@@ -29,11 +29,14 @@ CLOSE_TIMEOUT_S: Final = 2.0
 class BrokerEdges:
     """Connects a broker to a bus. It is known to its callers only after all that it must hear has been subscribed to."""
 
-    def __init__(self, broker: Broker, bus: Bus, group: asyncio.TaskGroup, log: Log, *, partition: int) -> None:
+    def __init__(
+        self, broker: Broker, bus: Bus, group: asyncio.TaskGroup, log: Log, refusals: Refusals, *, partition: int
+    ) -> None:
         self._broker = broker
         self._bus = bus
         self._group = group
         self._log = log
+        self._refusals = refusals
         self._partition = partition
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -94,12 +97,9 @@ class BrokerEdges:
     async def _read_parts(self, subscription: Subscription) -> None:
         async with subscription:
             async for message in subscription:
-                try:
-                    report = decode(message.data, PartsReport)
-                except CodecError as error:
-                    self._log.error("message_refused", subject=message.subject, error_message=error.message)
-                    continue
-                self._broker.parts_reported(report)
+                report = self._refusals.message("parts done", message.data, PartsReport, subject=message.subject)
+                if report is not None:
+                    self._broker.parts_reported(report)
 
     async def _watch(self, watch: Watch) -> None:
         async with watch:
@@ -113,12 +113,9 @@ class BrokerEdges:
                         self._heard(entry)
 
     def _heard(self, entry: Entry) -> None:
-        try:
-            record = decode(entry.value, WorkerRecord)
-        except CodecError as error:
-            self._log.error("worker_record_unreadable", worker_id=entry.key, error_message=error.message)
-            return
-        self._broker.worker_heard(WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation))
+        record = self._refusals.record("workers", entry, WorkerRecord, lambda record: record.worker_id)
+        if record is not None:
+            self._broker.worker_heard(WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation))
 
     async def _watch_links(self, watch: Watch) -> None:
         async with watch:
@@ -132,9 +129,10 @@ class BrokerEdges:
                         self._link_heard(entry)
 
     def _link_heard(self, entry: Entry) -> None:
-        try:
-            record = decode(entry.value, LinkRecord)
-        except CodecError as error:
-            self._log.error("link_record_unreadable", key=entry.key, error_message=error.message)
-            return
-        self._broker.link_heard(entry.key, record)
+        record = self._refusals.record("links", entry, LinkRecord, _link_key_of)
+        if record is not None:
+            self._broker.link_heard(entry.key, record)
+
+
+def _link_key_of(record: LinkRecord) -> str:
+    return subjects.link_key(record.prefill.worker_id, record.decode.worker_id)

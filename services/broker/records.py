@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Callable
 from typing import Final
 
@@ -88,7 +89,7 @@ class Records:
             if entry is None:
                 continue
             try:
-                record = decode(entry.value, HandoffRecord)
+                record = _checked(key, decode(entry.value, HandoffRecord))
             except CodecError as error:
                 unreadable(key, error)
                 continue
@@ -100,3 +101,16 @@ class Records:
         if self._bucket is None:
             raise AssertionError("`open` comes first")
         return self._bucket
+
+
+def _checked(key: str, record: HandoffRecord) -> HandoffRecord:
+    """The record, if it can be one that a broker has written. Raises `CodecError`."""
+    if record.handoff_id != key:
+        raise CodecError(f"handoff_id: {record.handoff_id!r} stands at the key {key!r}", param="handoff_id")
+    try:
+        deadline = dt.datetime.fromisoformat(record.deadline_at)
+    except ValueError:
+        deadline = None
+    if deadline is None or deadline.tzinfo is None:
+        raise CodecError(f"deadline_at: {record.deadline_at[:40]!r} is no time of RFC 3339", param="deadline_at")
+    return record

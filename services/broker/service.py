@@ -48,6 +48,7 @@ from services.broker.settings import BrokerSettings
 
 SWEEP_EVERY_S: Final = 0.1
 _TASKS_A_HANDOFF: Final = 16
+_MAX_REASON_CHARS: Final = 500
 _NO_PLAN: Final = PairPlan(planned=(), block_size=1)
 
 
@@ -194,7 +195,7 @@ class Broker:
         live.tell(
             CancelRequested(
                 at_ns=self._clock.monotonic_ns(),
-                reason=message.reason,
+                reason=message.reason[:_MAX_REASON_CHARS],
                 num_tokens=message.num_tokens,
                 finish_reason=message.finish_reason,
             )

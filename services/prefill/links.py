@@ -10,6 +10,7 @@ from typing import Final, assert_never
 
 from common.bus.heard import HeardTable
 from common.bus.port import Bucket, Bus, Entry, Snapshot
+from common.bus.refusals import Refusals
 from common.bus.storage import WORKER_TTL_S
 from common.engine.port import EngineDeadError
 from common.layout.planner import ReshardPlan
@@ -20,8 +21,7 @@ from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
 from common.worker.replica_set import ReplicaSet
 from contracts import subjects
-from contracts.codec import decode
-from contracts.errors import CodecError, ErrorCode, PdmeshError
+from contracts.errors import ErrorCode, PdmeshError
 from contracts.links import LinkRecord, LinkState
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerRecord, WorkerRole, WorkerState
@@ -73,6 +73,7 @@ class LinkPorts:
     clock: Clock
     log: Log
     metrics: Metrics
+    refusals: Refusals
     group: asyncio.TaskGroup
     replicas: ReplicaSet
     max_peers: int = MAX_PEERS
@@ -90,6 +91,7 @@ class Links:
         self._bus = ports.bus
         self._clock = ports.clock
         self._log = ports.log
+        self._refusals = ports.refusals
         self._replicas = ports.replicas
         self._max_peers = ports.max_peers
         self._meetings = Meetings(ports.bus, ports.clock, ports.replicas.ranks)
@@ -189,12 +191,8 @@ class Links:
     # What happens.
 
     def _see(self, entry: Entry) -> None:
-        try:
-            record = decode(entry.value, WorkerRecord)
-        except CodecError as error:
-            self._log.info("message_refused", subject=subjects.WORKERS_BUCKET, key=entry.key, error=error.message)
-            return
-        if record.role is not WorkerRole.DECODE or record.worker_id != entry.key:
+        record = self._refusals.record("workers", entry, WorkerRecord, lambda record: record.worker_id)
+        if record is None or record.role is not WorkerRole.DECODE:
             return
         if record.worker_id not in self._peers and len(self._peers) >= self._max_peers:
             self._log.error("peer_passed_over", peer=record.worker_id, max_peers=self._max_peers)

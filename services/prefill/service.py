@@ -57,6 +57,7 @@ class PrefillService(WorkerService):
                 clock=parts.clock,
                 log=parts.log,
                 metrics=parts.metrics,
+                refusals=self.refusals,
                 group=parts.group,
                 replicas=self.replicas,
             )

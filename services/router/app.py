@@ -12,6 +12,7 @@ from aiohttp import web
 from common.bus.measurement import BusMetrics
 from common.bus.nats import NatsBus
 from common.bus.port import Bus
+from common.bus.refusals import Refusals
 from common.runtime.admin import AdminRoutes
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Lifecycle, Log
@@ -81,8 +82,9 @@ async def start(
     )
     lifecycle.on_close("tokenizing", _closing(tokenizing.close))
 
-    fleet = Fleet(bus, clock, log)
-    inbox = TokenInbox(bus, log, router_id=settings.router_id, max_waiting_frames=settings.max_waiting_frames)
+    refusals = Refusals(log, clock, registry)
+    fleet = Fleet(bus, clock, refusals)
+    inbox = TokenInbox(bus, refusals, router_id=settings.router_id, max_waiting_frames=settings.max_waiting_frames)
     workers, links = await fleet.open()
     lifecycle.tasks.create_task(fleet.run_workers(workers), name="fleet-workers")
     lifecycle.tasks.create_task(fleet.run_links(links), name="fleet-links")

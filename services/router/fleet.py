@@ -5,11 +5,11 @@ from typing import Final, TypeVar
 
 from common.bus.heard import HeardTable
 from common.bus.port import Bus, Entry, Snapshot, Watch
+from common.bus.refusals import Refusals
 from common.bus.storage import LINK_TTL_S, LINKS_CONFIG, WORKER_TTL_S, WORKERS_CONFIG
 from common.runtime.clock import Clock
-from common.runtime.lifecycle import Log
 from contracts.codec import decode, encode
-from contracts.errors import CodecError, InvalidValueError, PdmeshError
+from contracts.errors import PdmeshError
 from contracts.links import LinkRecord
 from contracts.requests import Ping, Pong
 from contracts.subjects import BrokerVerb, broker_rpc, link_key
@@ -17,6 +17,7 @@ from contracts.workers import WorkerRecord
 from services.router.core.mesh_view import MeshView
 
 PING_TIMEOUT_S: Final = 1.0
+_ROWS: Final[dict[type[object], str]] = {WorkerRecord: "workers", LinkRecord: "links"}
 
 T = TypeVar("T", WorkerRecord, LinkRecord)
 
@@ -24,10 +25,10 @@ T = TypeVar("T", WorkerRecord, LinkRecord)
 class Fleet:
     """A current view of `PD_WORKERS` and `PD_LINKS`."""
 
-    def __init__(self, bus: Bus, clock: Clock, log: Log) -> None:
+    def __init__(self, bus: Bus, clock: Clock, refusals: Refusals) -> None:
         self._bus = bus
         self._clock = clock
-        self._log = log
+        self._refusals = refusals
         self._workers: HeardTable[WorkerRecord] = HeardTable(ttl_s=WORKER_TTL_S)
         self._links: HeardTable[LinkRecord] = HeardTable(ttl_s=LINK_TTL_S)
         self._reconnects = bus.reconnects
@@ -57,22 +58,9 @@ class Fleet:
                         self._put(entry, table, kind, key_of)
 
     def _put(self, entry: Entry, table: HeardTable[T], kind: type[T], key_of: Callable[[T], str]) -> None:
-        try:
-            record = decode(entry.value, kind)
-            key = key_of(record)
-        except (CodecError, InvalidValueError) as error:
-            self._refuse(entry, kind, error)
-            return
-        if key == entry.key:
-            table.put(key, record, self._clock.monotonic())
-        else:
-            self._refuse(
-                entry, kind, InvalidValueError(field="key", value=entry.key, rule=f"{key}: what its value names")
-            )
-
-    def _refuse(self, entry: Entry, kind: type[WorkerRecord | LinkRecord], error: PdmeshError) -> None:
-        event = "worker_record_unreadable" if kind is WorkerRecord else "link_record_unreadable"
-        self._log.error(event, key=entry.key, error_code=error.code, reason=error.message)
+        record = self._refusals.record(_ROWS[kind], entry, kind, key_of)
+        if record is not None:
+            table.put(entry.key, record, self._clock.monotonic())
 
     @property
     def is_connected(self) -> bool:

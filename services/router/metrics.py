@@ -31,7 +31,9 @@ class RouterMetrics:
         self.retries = metrics.counter("router_retries_total", "Attempts that followed a failed one.", ("code",))
         self.cancels = metrics.counter("router_cancels_total", "Attempts that were taken back.")
         self.connections = metrics.gauge("router_connections", "Connections of clients that are open.")
-        self.unsent_bytes = metrics.gauge("router_unsent_bytes", "What was written to clients and waits in our buffers.")
+        self.unsent_bytes = metrics.gauge(
+            "router_unsent_bytes", "What was written to clients and waits in our buffers."
+        )
         self.connections_refused = metrics.counter(
             "router_connections_refused_total", "Connections that were one too many."
         )

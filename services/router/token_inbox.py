@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from common.bus.port import Bus, Subscription
-from common.runtime.lifecycle import Log
-from contracts import subjects
-from contracts.codec import decode
-from contracts.errors import CodecError, PdmeshError
+from common.bus.refusals import Refusals
+from contracts import ids, subjects
+from contracts.errors import InvalidValueError, PdmeshError
 from contracts.requests import TokenFrame
 from services.router.interruption import SlowReaderError
 
@@ -48,9 +47,9 @@ class Mailbox:
 class TokenInbox:
     """One subscription for all requests of this router. Frames of requests that are over are thrown away."""
 
-    def __init__(self, bus: Bus, log: Log, *, router_id: str, max_waiting_frames: int) -> None:
+    def __init__(self, bus: Bus, refusals: Refusals, *, router_id: str, max_waiting_frames: int) -> None:
         self._bus = bus
-        self._log = log
+        self._refusals = refusals
         self._router_id = router_id
         self._limit = max_waiting_frames
         self._mailboxes: dict[str, Mailbox] = {}
@@ -68,14 +67,14 @@ class TokenInbox:
         """Sort frames until the bus is closed."""
         async with subscription:
             async for message in subscription:
-                try:
-                    frame = decode(message.data, TokenFrame)
-                except CodecError as error:
-                    self._log.error("token_frame_unreadable", subject=message.subject, reason=error.message)
+                frame = self._refusals.message("tokens", message.data, TokenFrame, subject=message.subject)
+                if frame is None:
                     continue
-                mailbox = self._mailboxes.get(frame.request_id)
-                if mailbox is not None:
-                    mailbox.put(frame)
+                error = _contradiction(frame, message.subject)
+                if error is not None:
+                    self._refusals.note("tokens", error, subject=message.subject)
+                elif frame.request_id in self._mailboxes:
+                    self._mailboxes[frame.request_id].put(frame)
 
     @contextmanager
     def mailbox(self, request_id: str, overflowed: Overflowed) -> Iterator[Mailbox]:
@@ -85,3 +84,14 @@ class TokenInbox:
             yield box
         finally:
             del self._mailboxes[request_id]
+
+
+def _contradiction(frame: TokenFrame, subject: str) -> InvalidValueError | None:
+    """What in a frame cannot be true together: it belongs to the request of its subject, and to the handoff of its attempt."""
+    request_id = subject.rsplit(".", 1)[-1]
+    if frame.request_id != request_id:
+        return InvalidValueError(field="request_id", value=frame.request_id, rule=f"{request_id}, as in the subject")
+    handoff_id = ids.handoff_id(request_id, frame.attempt)
+    if frame.handoff_id != handoff_id:
+        return InvalidValueError(field="handoff_id", value=frame.handoff_id, rule=f"{handoff_id}: request and attempt")
+    return None

@@ -19,6 +19,7 @@ from tests.contract.golden_messages import tag_of as tag_of_message
 
 BUS = {tag: Draft202012Validator(schema) for tag, schema in bus_schemas().items()}
 RANKS = {tag: Draft202012Validator(schema) for tag, schema in rank_schemas().items()}
+MAX_DEPTH = 3
 RankMessage = rank.RankCommand | rank.RankMessage
 WRONG: tuple[Any, ...] = (None, "x", -1, 1 << 64, [[]], {"type": "no_such_tag"})
 
@@ -94,10 +95,11 @@ def _places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
     if isinstance(value, dict):
         steps = iter(value.items())
     elif isinstance(value, list):
-        steps = iter(enumerate(value[:2]))
+        steps = iter(enumerate(value[:1]))
     for step, each in steps:
         yield (*path, step)
-        yield from _places(each, (*path, step))
+        if len(path) < MAX_DEPTH:
+            yield from _places(each, (*path, step))
 
 
 def _changed(

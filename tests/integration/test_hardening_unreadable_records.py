@@ -1,6 +1,7 @@
 """What stands in the bucket of handoffs and is no record must not keep a broker from starting."""
 
 import pytest
+from msgspec.structs import replace
 
 from common.bus.memory import MemoryServer
 from common.bus.storage import handoffs_config
@@ -26,7 +27,18 @@ RECORD = HandoffRecord(
 )
 
 
-@pytest.mark.parametrize("garbage", [b"", b"{", b'{"v":99}', b"[" * 50_000, b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"{",
+        b'{"v":99}',
+        b"[" * 50_000,
+        b"\xff\xfe",
+        encode(RECORD),  # of another key
+        *(encode(replace(RECORD, handoff_id="r0-0", deadline_at=each)) for each in ("", "soon", "2030-01-01T00:00:00")),
+    ],
+)
 async def test_unreadable_records_are_told_and_passed_over(garbage: bytes) -> None:
     """A broker finds what is readable, says what is not, and leaves it for people to look at."""
     clock = SystemClock()
