@@ -26,15 +26,16 @@ from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import StepOutcome
 from common.worker.inspection import Inspection
+from common.worker.prompt_intake import PromptIntake
 from common.worker.replica import Replica, StartedEngine
 from common.worker.replica_set import ReplicaSet
 from common.worker.settings import WorkerSettings
 from common.worker.token_stream import TokenStream
 from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
-from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
-from contracts.handoff import Released, ReleaseHandoff, RunMixed, RunPrefill
-from contracts.requests import Accepted, CancelWork, PromptFrame
+from contracts.errors import ErrorInfo, PdmeshError
+from contracts.handoff import Released, ReleaseHandoff
+from contracts.requests import CancelWork
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
     WorkerRecord,
@@ -86,6 +87,9 @@ class WorkerService(ABC):
         self.info = self.replicas.info
         self.prompts = PromptBuffer(max_tokens=settings.prompt_buffer_tokens, vocab_size=self.info.vocab_size)
         self.table = HandoffTable()
+        self.intake = PromptIntake(
+            settings.worker_id, self.prompts, self.table, parts.clock, is_draining=lambda: self.draining
+        )
         self.tokens = TokenStream(parts.bus, parts.clock)
         self.broker = BrokerClient(parts.bus, parts.clock)
         self.events = HandoffEvents(parts.bus, parts.clock, service=self.role, instance=settings.worker_id)
@@ -227,32 +231,6 @@ class WorkerService(ABC):
         await self.replicas.of(sequence).loop.release(sequence)
         if not len(self.table):
             self._idle.set()
-
-    async def take_prompt(self, data: bytes) -> msgspec.Struct:
-        """Keep a frame of a prompt."""
-        frame = decode(data, PromptFrame)
-        if self.draining:
-            raise RefusedError(frame.handoff_id, ErrorCode.DRAINING, f"{self.settings.worker_id} is draining")
-        if not self.table.is_buried(frame.handoff_id) and self.table.get(frame.handoff_id) is None:
-            try:
-                self.prompts.add(frame, self.clock.monotonic())
-            except PdmeshError as error:
-                raise RefusedError(frame.handoff_id, error.code, error.message) from error
-        return Accepted(handoff_id=frame.handoff_id)
-
-    def take_prompt_of(self, command: RunPrefill | RunMixed) -> tuple[int, ...]:
-        """The token ids of a prompt that has arrived and is now asked to run. Refuses one that is not as announced."""
-        try:
-            prompt_ids = self.prompts.take(command.handoff_id, command.prompt_hash)
-        except PdmeshError as error:
-            raise RefusedError(command.handoff_id, error.code, error.message) from error
-        if len(prompt_ids) != command.num_prompt_tokens:
-            raise RefusedError(
-                command.handoff_id,
-                ErrorCode.PROTOCOL,
-                f"num_prompt_tokens: {command.num_prompt_tokens} is not allowed; the rule is: {len(prompt_ids)}, as sent",
-            )
-        return prompt_ids
 
     async def run_cancels(self, subscription: Subscription) -> None:
         """Obey hints to stop computing. Memory stays where it is until the broker says so.

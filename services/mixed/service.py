@@ -25,7 +25,7 @@ class MixedService(GeneratingService):
 
     def handlers(self) -> Mapping[str, Handler]:
         """`prompt` and `run`, beside what every worker can be asked."""
-        return {**super().handlers(), WorkerVerb.PROMPT: self.take_prompt, WorkerVerb.RUN: self._run}
+        return {**super().handlers(), WorkerVerb.PROMPT: self.intake.take, WorkerVerb.RUN: self._run}
 
     async def _run(self, data: bytes) -> msgspec.Struct:
         command = decode(data, RunMixed)
@@ -33,7 +33,7 @@ class MixedService(GeneratingService):
         if self.table.get(command.handoff_id) is None:
             num_tokens = command.num_prompt_tokens + command.sampling.max_tokens
             self.check_new(command, num_tokens)
-            prompt_ids = self.take_prompt_of(command)
+            prompt_ids = self.intake.prompt_of(command)
             replica = self.replicas.for_prompt(num_tokens)
             sequence = self.new_sequence(command, replica)
             sequence.prompt_ids = prompt_ids
