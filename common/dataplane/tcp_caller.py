@@ -105,7 +105,7 @@ class Caller:
         raw = self._channel.receive_bytes(begin.num_cells * CELL_BYTES, self._now() + HEAD_TIMEOUT_S)
         grant = WriteGrant(
             lock_cell=begin.lock_cell,
-            cells=tuple(np.frombuffer(raw, "<u4").tolist()),
+            cells=tuple(memoryview(raw).cast("I")),
             generation=begin.generation,
             secret=begin.secret,
         )

@@ -17,8 +17,8 @@ from typing import Final
 from common.dataplane.tcp_vector import Vector
 
 SLICE_S: Final = 0.05
-SLICE_BYTES: Final = 1 << 20
-"""Most bytes of one call: between two of them the deadline and the order to stop are looked at."""
+SLICE_BYTES: Final = 16 << 20
+"""Most bytes of one call: between two of them the deadline and the order to stop are looked at, with the core's cache empty."""
 LOOPBACK_BUFFER_BYTES: Final = 64 << 10
 """Socket buffers on the loopback interface: what is in them stays in the core's cache. Elsewhere the kernel finds the size."""
 UNREACHABLE_S: Final = 10

@@ -125,16 +125,14 @@ class TcpRegion:
 
     def check(self, grant: WriteGrant) -> CellCheck:
         """Whether a transfer under `grant` may begin: the check to repeat at its end. Raises `RefusedError`."""
-        if refused := check_grant(grant, self.memory.num_cells):
-            raise RefusedError(refused)
-        cells = CellCheck(self.memory, grant.cells)
+        cells = self._cells_of(grant)
         with self._changed:
             self._check_now(grant, cells)
         return cells
 
     def enter(self, grant: WriteGrant, connection: Stoppable) -> Landing:
         """Let a write in: from now on a revocation stops it through `connection`, and waits for `leave`. Raises `RefusedError`."""
-        landing = Landing(grant, self.check(grant), connection)
+        landing = Landing(grant, self._cells_of(grant), connection)
         with self._changed:
             self._check_now(grant, landing.cells)
             self._landings.add(landing)
@@ -147,6 +145,11 @@ class TcpRegion:
             self._landings.discard(landing)
             self._changed.notify_all()
             return known and not self._closed and landing.cells.all_hold(landing.grant.generation)
+
+    def _cells_of(self, grant: WriteGrant) -> CellCheck:
+        if refused := check_grant(grant, self.memory.num_cells):
+            raise RefusedError(refused)
+        return CellCheck(self.memory, grant.cells)
 
     def _stop(self, landings: set[Landing]) -> None:
         for landing in landings:

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.dataplane.shm_memory import RegionMemory
 from common.dataplane.tcp_channel import SLICE_BYTES
-from common.dataplane.tcp_vector import Vector, vector_of
+from common.dataplane.tcp_vector import Vector
 from common.dataplane.tcp_wire import MAX_SEGMENTS
 from common.layout.joining import batch_of
 from common.layout.run import Run
@@ -44,15 +44,24 @@ class Segments(NamedTuple):
 
     def remote_table(self) -> bytes:
         """The table of a batch: the pieces at the owner's side."""
-        return np.stack((self.remote, self.length), axis=1).astype("<u8").tobytes()
+        table = np.empty((len(self.length), 2), "<u8")
+        table[:, 0] = self.remote
+        table[:, 1] = self.length
+        return table.tobytes()
 
 
 def segments_of(runs: Sequence[Run]) -> Segments:
     """What `runs` copy, in the fewest pieces: what lies next to each other on both sides is one. Runs must have been checked."""
+    batch = batch_of(runs)
+    if len(batch) == 1:
+        for run in batch:
+            if run.count == 1:
+                row = np.array((run.local_offset, run.remote_offset, run.length), np.int64)
+                return Segments(row[:1], row[1:2], row[2:])
     local: list[Column] = []
     remote: list[Column] = []
     length: list[Column] = []
-    for placed in batch_of(runs).placed:
+    for placed in batch.placed:
         for piece in placed.pattern.pieces:
             if isinstance(piece, Run):
                 steps = np.arange(piece.count, dtype=np.int64)
@@ -71,7 +80,7 @@ def segments_of(runs: Sequence[Run]) -> Segments:
 
 def vector_into(memory: RegionMemory, offsets: Column, lengths: Column, *, head: bytes = b"") -> Vector:
     """Pieces of a region's data for one transfer, with `head` before them. They must lie within the region."""
-    return vector_of(head, memory.address, offsets, lengths, memory, slice_bytes=SLICE_BYTES)
+    return Vector(memory.address, offsets, lengths, memory, slice_bytes=SLICE_BYTES, head=head)
 
 
 def _joined(local: Column, remote: Column, length: Column) -> Segments:

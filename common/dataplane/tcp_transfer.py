@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Final
-
-import numpy as np
 
 from common.dataplane.port import Outcome, TransferResult, WriteGrant
 from common.dataplane.shm_memory import RegionMemory
@@ -88,7 +87,7 @@ class Transfer:
 
     def _begin(self, operation: Operation) -> bytes:
         prefix = encode_begin(operation, self._grant, self._segments.num_batches, self._deadline - self._now())
-        return prefix + np.array(self._grant.cells, "<u4").tobytes()
+        return prefix + array("I", self._grant.cells).tobytes()
 
     def _outgoing(self) -> Iterator[Vector]:
         head = self._begin(Operation.WRITE)

@@ -42,26 +42,40 @@ for _call in (_libc.sendmsg, _libc.recvmsg):
 
 
 class Vector:
-    """Pieces in order, and how far a transfer has come in them. Works once, in one direction.
+    """`head`, then pieces of a memory, in order, and how far a transfer has come in them. Works once, in one direction.
 
-    Whoever makes it vouches for it: every piece lies in memory that `owners` keep alive.
+    Whoever makes it vouches for it: the pieces lie within the memory at `address`, which `owner` keeps alive. A call moves about
+    `slice_bytes` at most. Most transfers are one call: what only longer ones need is worked out when they turn out to be one.
     """
 
-    def __init__(self, addresses: Column, lengths: Column, owners: tuple[object, ...], *, slice_bytes: int) -> None:
-        """Both columns in uint64, of one size; a call moves at most `slice_bytes`."""
-        if len(lengths) and int(lengths.max()) > slice_bytes:
-            addresses, lengths = _cut(addresses, lengths, slice_bytes)
-        self._pieces: Final[Column] = np.empty((len(lengths), 2), np.uint64)
-        self._pieces[:, 0] = addresses
-        self._pieces[:, 1] = lengths
-        self._ends: Final[Column] = np.cumsum(lengths, dtype=np.uint64)
-        self._owners: Final = owners
-        self._address: Final[int] = self._pieces.__array_interface__["data"][0]
+    def __init__(
+        self, address: int, offsets: Column, lengths: Column, owner: object, *, slice_bytes: int, head: bytes = b""
+    ) -> None:
+        first = 1 if head else 0
+        pieces: Column = np.empty((first + len(lengths), 2), np.uint64)
+        if head:
+            # The kernel only reads it; numpy tells where it lies, and keeps it alive.
+            text = np.frombuffer(head, np.uint8)
+            owner = (owner, text)
+            pieces[0] = text.__array_interface__["data"][0], len(head)
+        np.add(offsets, address, out=pieces[first:, 0], casting="unsafe")
+        pieces[first:, 1] = lengths
+        self.nbytes: Final = int(pieces[:, 1].sum())
+        if self.nbytes > slice_bytes and int(pieces[:, 1].max()) > slice_bytes:
+            pieces = _cut(pieces, slice_bytes)
+        self._pieces: Final = pieces
+        self._owner: Final = owner
+        self._address: Final[int] = pieces.__array_interface__["data"][0]
         self._slice_bytes: Final = slice_bytes
+        self._ends: Column | None = None
         self._first = 0
         self._done = 0
         self._header: Final = _MessageHeader()
-        self.nbytes: Final = int(self._ends[-1]) if len(lengths) else 0
+
+    @property
+    def num_done_bytes(self) -> int:
+        """Bytes that have been moved."""
+        return self._done
 
     @property
     def is_done(self) -> bool:
@@ -77,11 +91,9 @@ class Vector:
         return self._call(_libc.recvmsg, connection, socket.MSG_WAITALL)
 
     def _call(self, call: Any, connection: socket.socket, flags: int) -> int:
-        first = self._first
-        end = int(self._ends.searchsorted(np.uint64(self._done + self._slice_bytes), "right"))
         header = self._header
-        header.pieces = self._address + first * 16
-        header.num_pieces = max(1, min(end - first, MAX_VECTOR))
+        header.pieces = self._address + self._first * 16
+        header.num_pieces = self._num_next()
         count: int = call(connection.fileno(), ctypes.byref(header), flags)
         if count < 0:
             number = ctypes.get_errno()
@@ -89,39 +101,40 @@ class Vector:
                 number = errno.EAGAIN
             raise OSError(number, os.strerror(number))
         self._done += count
-        if count:
+        if count and not self.is_done:
             self._advance()
         return count
 
+    def _num_next(self) -> int:
+        """Pieces of the next call: all of them if they are few and short enough."""
+        num_left = len(self._pieces) - self._first
+        if self.nbytes - self._done > self._slice_bytes:
+            end = int(self._cumulated.searchsorted(np.uint64(self._done + self._slice_bytes), "right"))
+            num_left = min(num_left, end - self._first + 1)  # with the piece that goes beyond
+        return min(num_left, MAX_VECTOR)
+
     def _advance(self) -> None:
-        first = self._first = int(self._ends.searchsorted(np.uint64(self._done), "right"))
-        if not self.is_done:
-            left = int(self._ends[first]) - self._done
-            piece = self._pieces[first]
-            piece[0] += piece[1] - np.uint64(left)
-            piece[1] = left
+        ends = self._cumulated
+        first = self._first = int(ends.searchsorted(np.uint64(self._done), "right"))
+        left = int(ends[first]) - self._done
+        piece = self._pieces[first]
+        piece[0] += piece[1] - np.uint64(left)
+        piece[1] = left
+
+    @property
+    def _cumulated(self) -> Column:
+        """Where each piece ends among all bytes."""
+        if self._ends is None:
+            self._ends = np.cumsum(self._pieces[:, 1], dtype=np.uint64)
+        return self._ends
 
 
-def vector_of(
-    head: bytes, address: int, offsets: Column, lengths: Column, owner: object, *, slice_bytes: int
-) -> Vector:
-    """`head`, then the pieces of the memory at `address` that `owner` keeps alive; they must lie within it."""
-    count = len(lengths)
-    skipped = 0 if head else 1
-    addresses, sizes = np.empty(count + 1, np.uint64), np.empty(count + 1, np.uint64)
-    text = np.frombuffer(head, np.uint8) if head else None
-    if text is not None:
-        addresses[0], sizes[0] = text.__array_interface__["data"][0], len(head)
-    np.add(offsets, address, out=addresses[1:], casting="unsafe")
-    sizes[1:] = lengths
-    return Vector(addresses[skipped:], sizes[skipped:], (owner, text), slice_bytes=slice_bytes)
-
-
-def _cut(addresses: Column, lengths: Column, longest: int) -> tuple[Column, Column]:
+def _cut(pieces: Column, longest: int) -> Column:
     """The same memory in pieces of at most `longest` bytes."""
     limit = np.uint64(longest)
+    addresses, lengths = pieces[:, 0], pieces[:, 1]
     counts = (lengths + limit - np.uint64(1)) // limit
     repeats = np.maximum(counts, 1).astype(np.int64)
     whole = np.repeat(np.arange(len(lengths)), repeats)
     within = (np.arange(len(whole)) - np.repeat(np.cumsum(repeats) - repeats, repeats)).astype(np.uint64) * limit
-    return addresses[whole] + within, np.minimum(limit, lengths[whole] - within)
+    return np.stack((addresses[whole] + within, np.minimum(limit, lengths[whole] - within)), axis=1)

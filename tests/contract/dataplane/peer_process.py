@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from common.dataplane import shm_remote
+from common.dataplane import shm_remote, tcp_segments
 from common.dataplane.copier import copy_group
 from common.dataplane.ofd_lock import SharedLocks
 from common.dataplane.port import DataPlane, RemoteRegion
@@ -60,7 +60,7 @@ try_acquire, release = SharedLocks.try_acquire, SharedLocks.release
 
 def held_send(vector: Vector, connection: socket.socket) -> int:
     """TCP: the owner has been sent the beginning of the transfer and some of its bytes."""
-    if vector._done >= LENGTH // 2:
+    if vector.num_done_bytes >= LENGTH // 2:
         set_holds(copy_group, send)
         pause()
     return send(vector, connection)
@@ -79,6 +79,7 @@ def main(transport: str, folder: str) -> None:
         plane = ShmDataPlane(Path(folder), peer_id="peer", incarnation="i1", now=NOW)
     else:
         plane = TcpDataPlane("127.0.0.1", peer_id="peer", incarnation="i1", now=NOW)
+    setattr(tcp_segments, "SLICE_BYTES", LENGTH // 4)  # noqa: B010 - a write takes several calls, to have a middle
     region = plane.allocate(LENGTH, 4)
     region.data[:] = bytes([CONTENT]) * LENGTH
     region.open_grant(GRANT)
