@@ -50,7 +50,7 @@ class Observer:
             "broker_handoffs_in_flight", "Handoffs that have not ended and been released everywhere.", ["state"]
         )
         for stage in _STAGES:
-            self._stages.labels(stage)
+            self._stages.labels(stage).set(0)  # a term of leadership begins with none
         metrics.gauge("broker_handoffs_in_flight_limit", "Handoffs that may be in flight.").set(limit)
         metrics.gauge("broker_effects_running", "Calls, writes and waits under way.").set_function(num_tasks)
         self._ended = metrics.counter(

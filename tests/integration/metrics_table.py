@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -9,8 +11,8 @@ from common.bus.measurement import BusMetrics
 from common.bus.memory import MemoryServer
 from common.runtime.metrics import MetricRow, Metrics
 from services.mixed.service import MixedService
-from services.router.metrics import RouterMetrics
 from tests.integration.broker_world import World, in_world
+from tests.integration.router_world import router_world
 from tests.integration.worker_world import Mesh, in_mesh, pair
 
 FILE: Final = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -36,8 +38,12 @@ Written by `python -m tests.integration.metrics_table`; a test compares it with 
 
 def registries() -> dict[str, Metrics]:
     """Each service's registry, after the service has started."""
-    found: dict[str, Metrics] = {"router": Metrics()}
-    RouterMetrics(found["router"])
+    found: dict[str, Metrics] = {}
+
+    async def router() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with router_world(Path(folder)) as world:
+                found["router"] = world.metrics
 
     async def broker(world: World, _server: MemoryServer) -> None:
         found["broker"] = world.metrics
@@ -47,6 +53,7 @@ def registries() -> dict[str, Metrics]:
         await mesh.add(MixedService, "mixed-0")
         found.update({service.role: service.metrics for service in mesh.services.values()})
 
+    asyncio.run(router())
     in_world(broker)
     in_mesh(workers)
     for metrics in found.values():

@@ -270,7 +270,10 @@ class Mesh:
 class World:
     """What a test works with."""
 
-    def __init__(self, mesh: Mesh, lifecycle: Lifecycle, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, mesh: Mesh, lifecycle: Lifecycle, url: str, session: aiohttp.ClientSession, metrics: Metrics
+    ) -> None:
+        self.metrics = metrics
         self.mesh = mesh
         self.lifecycle = lifecycle
         self.url = url
@@ -322,12 +325,12 @@ async def router_world(
     mesh_bus, router_bus = buses or (server.connect(), server.connect())
     defaults: dict[str, Any] = {"retry_delay_s": 0.001, "max_retry_delay_s": 0.002, "port": 0}
     chosen = RouterSettings(model=write_model(tmp_path / "tiny"), **(defaults | settings))
-    log = structlog.get_logger()
+    log, metrics = structlog.get_logger(), Metrics()
     started: asyncio.Future[tuple[Lifecycle, int]] = asyncio.get_running_loop().create_future()
 
     async def main(lifecycle: Lifecycle) -> None:
         port = await app.start(
-            chosen, lifecycle, bus=router_bus, clock=clock, log=log, registry=Metrics(), entropy=os.urandom
+            chosen, lifecycle, bus=router_bus, clock=clock, log=log, registry=metrics, entropy=os.urandom
         )
         started.set_result((lifecycle, port))
 
@@ -341,7 +344,7 @@ async def router_world(
             async with asyncio.timeout(PATIENCE_S):
                 lifecycle, port = await started
             async with aiohttp.ClientSession() as session:
-                world = World(mesh, lifecycle, f"http://127.0.0.1:{port}", session)
+                world = World(mesh, lifecycle, f"http://127.0.0.1:{port}", session, metrics)
                 await _until_known(world, len(linked_pair() if records is None else records))
                 yield world
             lifecycle.request_drain("the test is over")

@@ -69,11 +69,11 @@ def test_each_exposition_can_be_read(shown: dict[str, Metrics]) -> None:
                     assert sample.value == last[key]
 
 
-def test_a_text_and_a_name_are_needed_and_a_name_once() -> None:
+def test_a_metric_has_a_text_and_one_meaning() -> None:
     """What the checks above could not see is refused when it is registered."""
     metrics = Metrics()
     metrics.gauge("free_blocks", "Blocks.")
-    with pytest.raises(ValueError, match="Duplicated"):
-        metrics.gauge("free_blocks", "Blocks.")
+    with pytest.raises(ValueError, match="free_blocks"):
+        metrics.gauge("free_blocks", "Something else.")
     with pytest.raises(ValueError, match="text"):
         metrics.gauge("held_blocks", "")
