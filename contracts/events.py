@@ -36,7 +36,8 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     `at` is the wall clock (RFC 3339, UTC), for people; `at_ns` is the host's monotonic clock, for differences between
     events of one host. `started_ns` is when the thing that `duration_ms` measures began. Fields that do not apply are absent.
     `missing_parts` names the first of the `num_missing_parts` that were owed when a handoff failed. `num_chunks` counts the
-    steps that `duration_ms` sums up; `started_ns` is then the start of the last one.
+    steps that `duration_ms` sums up; `started_ns` is then the start of the last one. Of a part that was pushed in several copies,
+    `started_ns` is when the first of them began, `last_started_ns` when the last did, and `duration_ms` their sum.
     `trace_id` and `span_id` are those of the request's W3C trace and of the hop that tells.
     Ranks are tensor-parallel ranks inside a replica; the replicas are named by `*_dp_rank`, which is absent for the first one.
     """
@@ -54,6 +55,7 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     phase: str = ""
     duration_ms: float | None = None
     started_ns: int | None = None
+    last_started_ns: int | None = None
     prepare_ms: float | None = None
     rpc_ms: float | None = None
     enqueue_ms: float | None = None

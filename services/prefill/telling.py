@@ -75,6 +75,7 @@ class Telling:
                 phase="push",
                 at_ns=push.done_ns,
                 started_ns=part.first_started_ns,
+                last_started_ns=None if push.started_ns == part.first_started_ns else push.started_ns,
                 duration_ms=part.push_ms,
                 num_bytes=part.num_bytes,
                 role=push.role,

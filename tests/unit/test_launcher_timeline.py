@@ -85,6 +85,15 @@ def test_figures_come_from_the_events() -> None:
     assert (timeline.route, timeline.outcome) == ("prefill-0 -> decode-0", "finished (stop)")
 
 
+def test_of_a_part_in_several_copies_only_the_last_can_be_late() -> None:
+    """Half of the second part was copied long before: what lay between its copies is no push time."""
+    story = _story()
+    whole = next(event for event in story if event.event is EventName.PART_PUSHED and event.role == "ssm")
+    last = msgspec.structs.replace(whole, last_started_ns=whole.at_ns - 2 * _MS, duration_ms=4.0)
+    timeline = build([last if event is whole else event for event in story])
+    assert timeline.overlap == pytest.approx((4 + 2) / 8)
+
+
 def test_pushes_fold_into_one_row_a_rank() -> None:
     """Parts of a rank are one row with their sum, and the rank's own summary is not shown a second time."""
     rows = {row.name: row for row in build(_story()).rows}

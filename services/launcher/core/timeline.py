@@ -273,12 +273,16 @@ def _compute_end(events: Sequence[HandoffEvent], times: dict[HandoffEvent, int])
 
 
 def _overlap(pushes: Sequence[HandoffEvent], times: dict[HandoffEvent, int], compute_end: int | None) -> float | None:
-    """What ended after the compute did was busy in the end: that much of its push time was not hidden."""
+    """What of the push time lay after the end of the compute was not hidden. Of a part in several copies only the last can be late."""
     whole = sum(_busy_ns(event) for event in pushes)
     if compute_end is None or whole <= 0:
         return None
-    late = sum(min(_busy_ns(event), max(0, times[event] - compute_end)) for event in pushes)
+    late = sum(min(_last_copy_ns(event), max(0, times[event] - compute_end)) for event in pushes)
     return 1 - late / whole
+
+
+def _last_copy_ns(event: HandoffEvent) -> int:
+    return _busy_ns(event) if event.last_started_ns is None else event.at_ns - event.last_started_ns
 
 
 def _takeover(
