@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, assert_never
 
@@ -13,14 +13,34 @@ from common.runtime.clock import SystemClock
 from common.runtime.settings import SettingsError
 from contracts.errors import InvalidValueError, PdmeshError
 from loadtest.arguments import parser
+from loadtest.dataplane import run_dataplane
 from loadtest.handoff import Say, run_contract, run_handoff
+from loadtest.memory import run_memory
+from loadtest.overlap import run_overlap
 from loadtest.recall_run import run_recall
 from loadtest.report import EXIT_FAILED, Machine, Report
-from loadtest.settings import LoadSettings, RecallSettings, plain
+from loadtest.settings import (
+    DataPlaneSettings,
+    LoadSettings,
+    MemorySettings,
+    MeshSettings,
+    OverlapSettings,
+    RecallSettings,
+    Settings,
+    plain,
+)
 from services.launcher.console import Console
 
 EXIT_SETTINGS: Final = 2
 EXIT_INTERRUPTED: Final = 130
+_SETTINGS: Final[dict[str, Callable[..., Settings]]] = {
+    "handoff": LoadSettings,
+    "contract": LoadSettings,
+    "recall": RecallSettings,
+    "dataplane": DataPlaneSettings,
+    "overlap": OverlapSettings,
+    "memory": MemorySettings,
+}
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +52,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _settings(command, arguments)
         report = Report(command, plain(settings), Machine.here())
-        asyncio.run(_run(settings, report, command, console.say))
+        if isinstance(settings, DataPlaneSettings):
+            run_dataplane(settings, report, clock, console.say)
+        else:
+            asyncio.run(_run(settings, report, command, console.say))
     except (InvalidValueError, SettingsError) as error:
         print(f"loadtest: {error}", file=sys.stderr)
         return EXIT_SETTINGS
@@ -47,12 +70,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     return report.status
 
 
-def _settings(command: str, arguments: dict[str, Any]) -> LoadSettings | RecallSettings:
-    values = {**arguments, "overrides": tuple(arguments["overrides"])}
-    return RecallSettings(**values) if command == "recall" else LoadSettings(**values)
+def _settings(command: str, arguments: dict[str, Any]) -> Settings:
+    values = {name: tuple(value) if name == "overrides" else value for name, value in arguments.items()}
+    return _SETTINGS[command](**values)
 
 
-async def _run(settings: LoadSettings | RecallSettings, report: Report, command: str, say: Say) -> None:
+async def _run(settings: MeshSettings, report: Report, command: str, say: Say) -> None:
     clock = SystemClock()
     task = asyncio.current_task()
     if task is not None:  # SIGTERM stops the meshes as well, in order, as Ctrl-C does
@@ -62,6 +85,10 @@ async def _run(settings: LoadSettings | RecallSettings, report: Report, command:
             match settings:
                 case RecallSettings():
                     await run_recall(settings, report, clock, say)
+                case OverlapSettings():
+                    await run_overlap(settings, report, clock, say)
+                case MemorySettings():
+                    await run_memory(settings, report, clock, say)
                 case LoadSettings() if command == "contract":
                     await run_contract(settings, report, clock, say)
                 case LoadSettings():

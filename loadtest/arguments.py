@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Final
 
+from contracts.dataplane import Transport
+from loadtest.dataplane_case import KIB, MIB, read_bytes, shown_bytes
+
 _SHIPPED_MODEL: Final = Path(__file__).resolve().parents[1] / "models" / "tiny"
 _MIXED: Final = ("tp=2", "tp=1")
 
@@ -29,6 +32,15 @@ def parser() -> argparse.ArgumentParser:
         "recall", help="how many recall questions are answered rightly, with and without a planted fault"
     )
     _add_recall(recall)
+    dataplane = commands.add_parser(
+        "dataplane",
+        help="shm and tcp (and mooncake, where it is installed) beside memcpy and a raw socket, between processes",
+    )
+    _add_dataplane(dataplane)
+    overlap = commands.add_parser("overlap", help="how much of the pushes is hidden behind the compute of prompts")
+    _add_overlap(overlap)
+    memory = commands.add_parser("memory", help="whether any process grows over thousands of requests")
+    _add_memory(memory)
     return root
 
 
@@ -50,7 +62,6 @@ def _add_load(
     )
     _integer(command, "--requests", "num_requests", num_requests, "requests a round, prompt length and mode")
     _integer(command, "--output-tokens", "num_output_tokens", 25, "tokens of each answer")
-    _integer(command, "--vocabulary", "vocab_size", 0, "token ids of prompts are below this; 0: the model's vocabulary")
     _integer(command, "--warm-ups", "num_warm_ups", 8, "requests to each mode before the rounds, not measured")
     _integer(command, "--safety-requests", "safety_requests", safety_requests, "requests sent two at once at the end")
     if command.prog.endswith("handoff"):
@@ -80,10 +91,87 @@ def _add_recall(command: argparse.ArgumentParser) -> None:
     _integer(command, "--questions", "num_questions", 8, "keys asked for in a prompt")
 
 
+def _add_dataplane(command: argparse.ArgumentParser) -> None:
+    _add_json(command)
+    sizes = tuple(KIB << shift for shift in (6, 8, 10, 12, 14, 16))
+    for flag, default, what in (
+        ("--sizes", sizes, "bytes of a transfer"),
+        ("--pieces", (4 * KIB, 16 * KIB), "bytes of a piece, of transfers that are cut"),
+    ):
+        command.add_argument(
+            flag,
+            type=_sizes,
+            default=default,
+            metavar="N,N",
+            help=f"{what} (default: {','.join(shown_bytes(each).replace(' ', '') for each in default)})",
+        )
+    command.add_argument(
+        "--sources",
+        dest="num_sources",
+        type=_lengths,
+        default=(1, 2),
+        metavar="N,N",
+        help="processes that send at once to one (default: 1,2)",
+    )
+    for flag, name, nbytes, what in (
+        ("--region", "region_bytes", 256 * MIB, "memory that transfers are rotated through"),
+        ("--block", "block_bytes", 64 * MIB, "bytes that each way moves in its part of a round"),
+    ):
+        shown = shown_bytes(nbytes).replace(" ", "")
+        command.add_argument(
+            flag, dest=name, type=_size, default=nbytes, metavar="N", help=f"{what} (default: {shown})"
+        )
+    _integer(command, "--rounds", "num_rounds", 15, "rounds; the ways take turns in each")
+    _seconds(command, "--time-limit", "time_limit_s", 900.0)
+
+
+def _add_overlap(command: argparse.ArgumentParser) -> None:
+    _add_mesh(command, prefill="tp=1", num_seconds=1200.0)
+    command.add_argument(
+        "--prompt-tokens",
+        type=_lengths,
+        default=(1024, 4096),
+        metavar="N,N",
+        help="prompt lengths (default: 1024,4096)",
+    )
+    _integer(command, "--requests", "num_requests", 5, "requests a round and prompt length")
+    _integer(command, "--rounds", "num_rounds", 5, "rounds; the lengths take turns in each")
+    _integer(command, "--warm-ups", "num_warm_ups", 3, "requests of each length before the rounds, not measured")
+
+
+def _add_memory(command: argparse.ArgumentParser) -> None:
+    _add_mesh(command, prefill="tp=2", num_seconds=3600.0)
+    command.add_argument(
+        "--transport",
+        dest="transports",
+        type=lambda text: tuple(text.split(",")),
+        default=tuple(Transport),
+        metavar="NAME,NAME",
+        help=f"what moves the bytes, one mesh after the other (default: {','.join(Transport)})",
+    )
+    _integer(command, "--prompt-tokens", "num_prompt_tokens", 16, "tokens of each prompt")
+    _integer(command, "--output-tokens", "num_output_tokens", 4, "tokens of each answer")
+    _integer(command, "--requests", "num_requests", 2000, "requests that are measured")
+    _integer(command, "--warm-ups", "num_warm_ups", 200, "requests before")
+    _integer(command, "--sample-every", "sample_every", 50, "requests between two looks at the processes")
+    _integer(command, "--concurrency", "concurrency", 8, "requests under way at once")
+
+
 def _add_common(command: argparse.ArgumentParser, *, concurrency: int, num_rounds: int, time_limit_s: float) -> None:
+    _add_mesh(command, prefill="tp=2", num_seconds=time_limit_s)
+    _integer(command, "--rounds", "num_rounds", num_rounds, "rounds; the modes take turns in each")
+    _integer(command, "--concurrency", "concurrency", concurrency, "requests under way at once")
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", type=Path, help="write the figures there as well, by name")
+
+
+def _add_mesh(command: argparse.ArgumentParser, *, prefill: str, num_seconds: float) -> None:
+    """What every command takes that starts meshes."""
+    _add_json(command)
     command.add_argument("--model", metavar="DIR", type=Path, default=_SHIPPED_MODEL, help="the checkpoint")
-    command.add_argument("--prefill", metavar="SPEC", default="tp=2", help="the prefill worker (default: tp=2)")
+    command.add_argument("--prefill", metavar="SPEC", default=prefill, help=f"the prefill worker (default: {prefill})")
     command.add_argument("--decode", metavar="SPEC", default="tp=1", help="the decode worker (default: tp=1)")
     command.add_argument(
         "--set",
@@ -93,16 +181,19 @@ def _add_common(command: argparse.ArgumentParser, *, concurrency: int, num_round
         metavar="[ROLE.]KEY=VALUE",
         help="a setting of the services of every mesh; may be repeated",
     )
-    _integer(command, "--rounds", "num_rounds", num_rounds, "rounds; the modes take turns in each")
-    _integer(command, "--concurrency", "concurrency", concurrency, "requests under way at once")
-    _integer(command, "--seed", "seed", 1, "of the prompts")
-    for flag, name, default in (
-        ("--request-timeout", "request_timeout_s", 120.0),
-        ("--time-limit", "time_limit_s", time_limit_s),
-    ):
-        command.add_argument(
-            flag, dest=name, type=float, default=default, metavar="S", help=f"seconds (default: {default:g})"
+    if not command.prog.endswith("recall"):
+        _integer(
+            command, "--vocabulary", "vocab_size", 0, "token ids of prompts are below this; 0: the model's vocabulary"
         )
+    _integer(command, "--seed", "seed", 1, "of the prompts")
+    _seconds(command, "--request-timeout", "request_timeout_s", 120.0)
+    _seconds(command, "--time-limit", "time_limit_s", num_seconds)
+
+
+def _seconds(command: argparse.ArgumentParser, flag: str, name: str, default: float) -> None:
+    command.add_argument(
+        flag, dest=name, type=float, default=default, metavar="S", help=f"seconds (default: {default:g})"
+    )
 
 
 def _integer(command: argparse.ArgumentParser, flag: str, name: str, default: int, what: str) -> None:
@@ -114,6 +205,17 @@ def _lengths(text: str) -> tuple[int, ...]:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 64,1024") from None
+
+
+def _size(text: str) -> int:
+    try:
+        return read_bytes(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64KiB or 16MiB") from None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_size(each) for each in text.split(",") if each)
 
 
 class _Mixed(argparse.Action):

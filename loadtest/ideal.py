@@ -11,7 +11,7 @@ from contracts.manifest import Namespace, PagedPlace, RankManifest, SlotPlace
 def ideal_bytes(destination: Iterable[RankManifest], num_prompt_tokens: int) -> int:
     """Bytes that the prompt's keys, values and states fill on all ranks of `destination`, by what the ranks say of themselves.
 
-    The draft head has no pair for the last token of the prompt.
+    A draft head keeps a pair of neighbours where the second of them stands: the prompt's first token has none.
     """
     total = 0
     for manifest in destination:
@@ -19,9 +19,12 @@ def ideal_bytes(destination: Iterable[RankManifest], num_prompt_tokens: int) -> 
         for span in manifest.spans:
             match span.place:
                 case PagedPlace() as place:
-                    length = num_prompt_tokens - (span.key.namespace is Namespace.DRAFT)
-                    held = local_length(length, manifest.block_size, at.dcp_size, at.dcp_rank)
-                    total += held * span.length * place.token_bytes
+                    first = 1 if span.key.namespace is Namespace.DRAFT else 0
+                    before, held = (
+                        local_length(end, manifest.block_size, at.dcp_size, at.dcp_rank)
+                        for end in (first, max(first, num_prompt_tokens))
+                    )
+                    total += (held - before) * span.length * place.token_bytes
                 case SlotPlace() as place:
                     total += place.moved_rows * span.length * place.unit_bytes
     return total

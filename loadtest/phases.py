@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
 from contracts.events import EventName, HandoffEvent
+from contracts.manifest import Role
 from loadtest.client import Sample
 from services.launcher.core.timeline import build, tells_all
 
 PUSH_PREFIX: Final = "push, rank "
+STATE_ROLES: Final = frozenset({Role.CONV, Role.SSM})
+"""What is ready only when the last chunk is computed; keys and values are ready chunk by chunk."""
 PHASES: Final = (
     "admission",
     "reserve: prepare",
@@ -29,6 +32,19 @@ PHASES: Final = (
     "takeover: after compute",
 )
 """Phases in the order in which they end. Pushes, one a source rank, stand before the close of the ledger."""
+
+
+class PushTime(msgspec.Struct, frozen=True, kw_only=True):
+    """What pushing one part took: `busy_ns` in all, of which its last copy took `last_ns`; `late_ns` of it after the end of compute.
+
+    `last_layer` is whether the part is of the layer that is computed last: what its last copy takes cannot be ready before.
+    """
+
+    role: str
+    busy_ns: int
+    last_ns: int
+    late_ns: int
+    last_layer: bool
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +66,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     takeover_ms: float | None = None
     after_compute_ms: float | None = None
     overlap: float | None = None
+    pushes: tuple[PushTime, ...] = ()
 
 
 def read_handoffs(events: Iterable[HandoffEvent]) -> list[Handoff]:
@@ -141,7 +158,23 @@ def _read(events: Sequence[HandoffEvent]) -> Handoff | None:
         takeover_ms=timeline.takeover_ms,
         after_compute_ms=after_compute_ms,
         overlap=timeline.overlap,
+        pushes=() if computed_ns is None else tuple(_push_times(events, pushes, computed_ns)),
     )
+
+
+def _push_times(events: Sequence[HandoffEvent], pushes: Iterable[HandoffEvent], computed_ns: int) -> Iterator[PushTime]:
+    """All on the clock of the host that the worker's processes share."""
+    last = max(event.layer or 0 for event in events if event.event is EventName.LAYER_COMPUTED)
+    for event in pushes:
+        busy_ns = round((event.duration_ms or 0.0) * 1e6)
+        last_ns = busy_ns if event.last_started_ns is None else event.at_ns - event.last_started_ns
+        yield PushTime(
+            role=event.role or "",
+            busy_ns=busy_ns,
+            last_ns=last_ns,
+            late_ns=min(last_ns, max(0, event.at_ns - computed_ns)),
+            last_layer=event.layer == last,
+        )
 
 
 def phase_order(phases: Iterable[str]) -> list[str]:

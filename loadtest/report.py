@@ -68,7 +68,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report:
-    """Collects as the test goes. What `fail` is told of makes the command fail; an aim that was missed does not."""
+    """Collects as the test goes. What `fail` is told of makes the command fail; an aim that was missed is said, and does not."""
 
     def __init__(self, command: str, settings: dict[str, Any], machine: Machine) -> None:
         self._command = command
@@ -108,8 +108,18 @@ class Report:
         if self._aims:
             rows = tuple((what, shown, "met" if met else "missed") for what, shown, met in self._aims)
             parts.append(Table(title="aims", header=("aim", "measured", ""), rows=rows, num_names=3).render())
-        parts += [f"FAILED: {failure}" for failure in self._failures] or ["passed"]
+        parts += [*(f"FAILED: {failure}" for failure in self._failures), self.verdict]
         return "\n\n".join(parts)
+
+    @property
+    def verdict(self) -> str:
+        """The last line: whether all that came out was right, and, apart from that, which aims were missed."""
+        right = f"{len(self._failures)} failures" if self._failures else "passed"
+        if not self._aims:
+            return right
+        missed = [what for what, _, met in self._aims if not met]
+        shown = f"; missed: {', '.join(missed)}" if missed else ""
+        return f"{right}; aims met: {len(self._aims) - len(missed)} of {len(self._aims)}{shown}"
 
     def json(self) -> bytes:
         """The same for programs: one object."""

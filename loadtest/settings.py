@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from common.dataplane.failpoints import parse_failpoints
+from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from loadtest.mesh import MeshSpec
 from loadtest.recall import NUM_KEYS
@@ -43,12 +44,7 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raise `InvalidValueError` that names the first value that is not legal."""
         check_model(self.model)
-        if not self.prompt_tokens:
-            raise InvalidValueError(field="prompt_tokens", value=self.prompt_tokens, rule="at least one length")
-        for length in self.prompt_tokens:
-            check_least("prompt_tokens", length, 1)
-        if len(set(self.prompt_tokens)) != len(self.prompt_tokens):
-            raise InvalidValueError(field="prompt_tokens", value=self.prompt_tokens, rule="each length once")
+        check_lengths(self.prompt_tokens)
         if len(set(self.mixed)) != len(self.mixed):
             raise InvalidValueError(field="mixed", value=self.mixed, rule="each SPEC once")
         # A token that ends a request at once is sent by prefill, and nothing is handed over.
@@ -116,6 +112,148 @@ class RecallSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         for name in ("request_timeout_s", "time_limit_s"):
             check_above_zero(name, getattr(self, name))
+
+
+class DataPlaneSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `dataplane` is told. `sizes` and `pieces` in bytes; the cases in pieces move `piece_case_bytes` each, a multiple of them.
+
+    `region_bytes` is the memory that transfers are rotated through, at each end of each way. `block_bytes` bounds what one way moves
+    in its part of a round.
+    """
+
+    sizes: tuple[int, ...]
+    pieces: tuple[int, ...]
+    num_sources: tuple[int, ...]
+    region_bytes: int
+    block_bytes: int
+    num_rounds: int
+    time_limit_s: float
+    piece_case_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidValueError` that names the first value that is not legal."""
+        check_least("rounds", self.num_rounds, 1)
+        check_least("block", self.block_bytes, 1)
+        check_above_zero("time_limit_s", self.time_limit_s)
+        for each in self.num_sources:
+            check_least("sources", each, 1)
+        for name in ("sizes", "pieces", "num_sources"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise InvalidValueError(field=name.removeprefix("num_"), value=values, rule="each once")
+        for nbytes in self.sizes:
+            check_least("sizes", nbytes, 1)
+            if nbytes > self.region_bytes:
+                raise InvalidValueError(field="sizes", value=nbytes, rule=f"at most the region ({self.region_bytes})")
+        for nbytes in self.pieces:
+            if nbytes < 8 or self.piece_case_bytes % nbytes:
+                rule = f"a divisor of {self.piece_case_bytes}, 8 or more"
+                raise InvalidValueError(field="pieces", value=nbytes, rule=rule)
+        if self.pieces and self.region_bytes < 2 * self.piece_case_bytes:
+            rule = f"at least {2 * self.piece_case_bytes} for cases in pieces"
+            raise InvalidValueError(field="region", value=self.region_bytes, rule=rule)
+
+
+class OverlapSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `overlap` is told: `num_requests` prompts of each length in each round, one at a time."""
+
+    model: Path
+    prompt_tokens: tuple[int, ...]
+    vocab_size: int
+    num_requests: int
+    num_rounds: int
+    num_warm_ups: int
+    prefill: str
+    decode: str
+    overrides: tuple[str, ...]
+    seed: int
+    request_timeout_s: float
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidValueError` that names the first value that is not legal."""
+        check_model(self.model)
+        check_lengths(self.prompt_tokens)
+        for name in ("num_requests", "num_rounds"):
+            check_least(name.removeprefix("num_"), getattr(self, name), 1)
+        for name in ("vocab_size", "num_warm_ups"):
+            check_least(name.removeprefix("num_"), getattr(self, name), 0)
+        for name in ("request_timeout_s", "time_limit_s"):
+            check_above_zero(name, getattr(self, name))
+
+    @property
+    def mesh(self) -> MeshSpec:
+        """The mesh under test."""
+        workers = (("prefill", self.prefill), ("decode", self.decode))
+        return MeshSpec(mode=PD_MODE, model=self.model, workers=workers, overrides=self.overrides)
+
+
+class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `memory` is told.
+
+    After `num_warm_ups` requests come `num_requests` more, `concurrency` at once, with a look at each process after every
+    `sample_every`. Each of `transports` has a mesh of its own.
+    """
+
+    model: Path
+    transports: tuple[str, ...]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    vocab_size: int
+    num_requests: int
+    num_warm_ups: int
+    sample_every: int
+    concurrency: int
+    prefill: str
+    decode: str
+    overrides: tuple[str, ...]
+    seed: int
+    request_timeout_s: float
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidValueError` that names the first value that is not legal."""
+        check_model(self.model)
+        for each in self.transports:
+            if each not in set(Transport):
+                raise InvalidValueError(field="transport", value=each, rule=f"one of {', '.join(Transport)}")
+        if len(set(self.transports)) != len(self.transports):
+            raise InvalidValueError(field="transport", value=self.transports, rule="each once")
+        for name in ("num_prompt_tokens", "num_requests", "sample_every", "concurrency"):
+            check_least(name.removeprefix("num_"), getattr(self, name), 1)
+        check_least("output_tokens", self.num_output_tokens, 2)
+        for name in ("vocab_size", "num_warm_ups"):
+            check_least(name.removeprefix("num_"), getattr(self, name), 0)
+        if self.num_requests % self.sample_every or self.num_requests < 2 * self.sample_every:
+            rule = f"a multiple of sample_every ({self.sample_every}), twice that or more"
+            raise InvalidValueError(field="requests", value=self.num_requests, rule=rule)
+        for name in ("request_timeout_s", "time_limit_s"):
+            check_above_zero(name, getattr(self, name))
+
+    def mesh(self, transport: str) -> MeshSpec:
+        """The mesh that moves its bytes by one transport."""
+        return MeshSpec(
+            mode=f"P/D over {transport}",
+            model=self.model,
+            workers=(("prefill", self.prefill), ("decode", self.decode)),
+            overrides=(f"transport={transport}", *self.overrides),
+        )
+
+
+MeshSettings: TypeAlias = LoadSettings | RecallSettings | OverlapSettings | MemorySettings
+"""What a command is told that loads meshes."""
+Settings: TypeAlias = MeshSettings | DataPlaneSettings
+"""What any of the commands is told."""
+
+
+def check_lengths(lengths: tuple[int, ...]) -> None:
+    """Raise `InvalidValueError` unless there is a prompt length, each is 1 or more, and none is there twice."""
+    if not lengths:
+        raise InvalidValueError(field="prompt_tokens", value=lengths, rule="at least one length")
+    for length in lengths:
+        check_least("prompt_tokens", length, 1)
+    if len(set(lengths)) != len(lengths):
+        raise InvalidValueError(field="prompt_tokens", value=lengths, rule="each length once")
 
 
 def check_model(model: Path) -> None:
