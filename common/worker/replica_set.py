@@ -12,6 +12,7 @@ from common.worker.core.scheduler import StepLimits
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepObserver
 from common.worker.replica import Replica, StartedEngine
+from common.worker.waiting_line import WaitingLine
 from contracts.manifest import RankManifest
 from contracts.rank import RankStarted
 from contracts.requests import WorkerRef
@@ -30,6 +31,7 @@ class ReplicaSet:
         replicas = [Replica(each, limits, observer, release_timeout_ms=release_timeout_ms) for each in started]
         self._replicas = tuple(sorted(replicas, key=lambda replica: replica.dp_rank))
         split_replicas("worker", self.manifests)
+        self.line = WaitingLine(self.reserve)
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas)
@@ -62,7 +64,7 @@ class ReplicaSet:
         return WorkerLoad(
             num_free_blocks=sum(load.num_free_blocks for load in loads),
             num_free_slots=sum(load.num_free_slots for load in loads),
-            num_waiting=sum(load.num_waiting for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads) + len(self.line),
             num_running=sum(load.num_running for load in loads),
         )
 
@@ -123,3 +125,4 @@ class ReplicaSet:
         """See `EngineLoop.retry_quarantine`."""
         for replica in self._replicas:
             await replica.loop.retry_quarantine()
+        self.line.serve()

@@ -33,7 +33,7 @@ from common.worker.settings import WorkerSettings
 from common.worker.token_stream import TokenStream
 from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
-from contracts.errors import ErrorInfo, PdmeshError
+from contracts.errors import ErrorInfo
 from contracts.handoff import Released, ReleaseHandoff
 from contracts.requests import CancelWork
 from contracts.subjects import WorkerVerb

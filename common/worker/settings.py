@@ -34,7 +34,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     It has `dp` replicas of `tp` ranks each; all other numbers are of one replica. `num_blocks` and `num_slots` are its
     cache: blocks of `block_size` tokens, and sequences at once. A step computes at
     most `max_step_tokens` tokens, of one prompt at most `prefill_chunk_tokens`; `mix_batch` lets prompts and decoding
-    share a step. A release waits `release_timeout_ms` for writers under way, with the engine's steps held up meanwhile;
+    share a step. At most `max_waiting` sequences wait for memory; a reservation on a decode worker does so for `reserve_wait_s`. A release waits `release_timeout_ms` for writers under way, with the engine's steps held up meanwhile;
     memory whose writers take longer is quarantined. `transport` moves cache bytes: shared memory, whose sockets lie in
     `transport_dir`, or TCP, where each rank listens at a free port of `transport_host` and tells its peers to come to
     `transport_advertise_host` ("": the same). `failpoints` plants faults on purpose (see `common.dataplane.failpoints`).
@@ -56,6 +56,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk_tokens: Count = 256
     mix_batch: bool = True
     max_waiting: Count = 256
+    reserve_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 4.0
     prompt_buffer_tokens: Count = 1 << 20
     collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY
     collective_timeout_ms: Count = 30_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Mapping
 
@@ -39,39 +40,70 @@ class DecodeService(GeneratingService):
     def __init__(self, parts: WorkerParts) -> None:
         super().__init__(parts)
         self._takeovers: dict[str, _Takeover] = {}
+        self._reserving: dict[str, asyncio.Future[None]] = {}
 
     def handlers(self) -> Mapping[str, Handler]:
         """`reserve` and `commit`, beside what every worker can be asked."""
         return {**super().handlers(), WorkerVerb.RESERVE: self._reserve, WorkerVerb.COMMIT: self._commit}
 
     async def bound(self, sequence: Sequence) -> None:
-        """Nothing waits for memory here: a reservation has it or is refused."""
+        """Nothing that computes waits for memory here: it came with the reservation."""
 
     async def _reserve(self, data: bytes) -> msgspec.Struct:
         command = decode(data, ReserveDecode)
         began_ns = self.clock.monotonic_ns()
         self.check_command(command)
-        sequence = self.table.get(command.handoff_id)
-        if sequence is None:
-            num_tokens = command.num_prompt_tokens + command.sampling.max_tokens
-            self.check_new(command, num_tokens)
-            reserved = self.replicas.reserve(num_tokens)
-            if reserved is None:
-                raise RefusedError(command.handoff_id, ErrorCode.OVERLOADED, self._why_no_room(num_tokens))
-            replica, memory = reserved
-            sequence = self.new_sequence(command, replica)
-            sequence.memory = memory
-            sequence.secret = secrets.token_hex(GRANT_SECRET_BYTES)
-            sequence.state = SequenceState.HELD
-            try:
-                await replica.loop.bind(sequence)
-            except EngineError as error:
-                await self.end(command.handoff_id, tombstone=Deadline.after(self.clock, 0))
-                raise RefusedError(command.handoff_id, error.code, error.message) from error
+        under_way = self._reserving.get(command.handoff_id)
+        if under_way is not None:  # asked again while the first call waits or binds: both get its answer
+            await asyncio.shield(under_way)
+        elif self.table.get(command.handoff_id) is None:
+            self.check_new(command, command.num_prompt_tokens + command.sampling.max_tokens)
+            await self._reserve_once(command)
+        return self._reserved(command.handoff_id, began_ns)
+
+    async def _reserve_once(self, command: ReserveDecode) -> None:
+        answer = self._reserving[command.handoff_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._set_aside(command)
+        except RefusedError as error:
+            answer.set_exception(error)
+            answer.exception()  # whether anybody has asked again or not, it has been seen
+            raise
         else:
-            async with self.replicas.of(sequence).loop.lock:  # the first call may still be binding
-                pass
-        return self._reserved(sequence, began_ns)
+            answer.set_result(None)
+        finally:
+            del self._reserving[command.handoff_id]
+            answer.cancel()
+
+    async def _set_aside(self, command: ReserveDecode) -> None:
+        """Wait for memory and bind it. Raises `RefusedError`; nothing is held then."""
+        handoff_id, num_tokens = command.handoff_id, command.num_prompt_tokens + command.sampling.max_tokens
+        wanted_until = Deadline.from_remaining_ms(self.clock, command.timeout_ms)
+        placed = await self.replicas.line.wait(
+            handoff_id, num_tokens, wanted_until.capped(self.settings.reserve_wait_s)
+        )
+        if self.table.is_buried(handoff_id):
+            if placed is not None:
+                replica, memory = placed
+                replica.pool.release(memory)
+                self.replicas.line.serve()
+            raise RefusedError(handoff_id, ErrorCode.CANCELLED, f"{handoff_id} was released while it waited for memory")
+        if placed is None:
+            if self.draining:
+                raise RefusedError(handoff_id, ErrorCode.DRAINING, f"{self.settings.worker_id} is draining")
+            raise RefusedError(handoff_id, ErrorCode.OVERLOADED, self._why_no_room(num_tokens))
+        replica, memory = placed
+        timeout_ms = wanted_until.remaining_ms
+        sequence = self.new_sequence(msgspec.structs.replace(command, timeout_ms=timeout_ms), replica)
+        sequence.memory = memory
+        sequence.secret = secrets.token_hex(GRANT_SECRET_BYTES)
+        sequence.state = SequenceState.HELD
+        try:
+            await replica.loop.bind(sequence)
+        except EngineError as error:
+            await self.end(handoff_id, tombstone=Deadline.after(self.clock, 0))
+            self.replicas.line.serve()
+            raise RefusedError(handoff_id, error.code, error.message) from error
 
     def _why_no_room(self, num_tokens: int) -> str:
         pools = [replica.pool for replica in self.replicas]
@@ -79,10 +111,11 @@ class DecodeService(GeneratingService):
         share = " in each replica" if len(pools) > 1 else ""
         return f"{num_tokens} tokens do not fit now: blocks of {self.info.block_size} and slots free{share}: {free}"
 
-    def _reserved(self, sequence: Sequence, began_ns: int) -> Reserved:
-        memory = sequence.memory
-        if memory is None:
-            raise RefusedError(sequence.handoff_id, ErrorCode.CANCELLED, "released while it was being reserved")
+    def _reserved(self, handoff_id: str, began_ns: int) -> Reserved:
+        sequence = self.table.get(handoff_id)
+        memory = None if sequence is None else sequence.memory
+        if sequence is None or memory is None:
+            raise RefusedError(handoff_id, ErrorCode.CANCELLED, "released while it was being reserved")
         return Reserved(
             handoff_id=sequence.handoff_id,
             grant=Grant(
@@ -149,3 +182,15 @@ class DecodeService(GeneratingService):
         """See `WorkerService.end`."""
         self._takeovers.pop(handoff_id, None)
         await super().end(handoff_id, tombstone=tombstone)
+        self.replicas.line.drop(handoff_id)
+
+    def released(self, *, quarantined: bool) -> None:
+        """See `WorkerService.released`. Who waits for memory may have it now."""
+        super().released(quarantined=quarantined)
+        self.replicas.line.serve()
+
+    async def drain(self) -> None:
+        """See `WorkerService.drain`. Whoever waits for memory is better served elsewhere."""
+        self.draining = True
+        self.replicas.line.close()
+        await super().drain()

@@ -98,7 +98,16 @@ class Mesh:
 
     async def _add(self, kind: type[WorkerService], tp: int, dp: int) -> None:
         worker_id = f"{kind.role}-0"
-        settings = WorkerSettings(worker_id=worker_id, model=Path("fake"), engine=EngineKind.FAKE, tp=tp, dp=dp)
+        settings = WorkerSettings(
+            worker_id=worker_id,
+            model=Path("fake"),
+            engine=EngineKind.FAKE,
+            tp=tp,
+            dp=dp,
+            # Few enough for requests to wait in line at decode, longer than one call of the broker.
+            num_slots=4 if kind is DecodeService else 32,
+            reserve_wait_s=30.0,
+        )
         engines = [
             FakeEngine(
                 self.clock,
@@ -194,7 +203,7 @@ class Mesh:
 def test_every_handoff_ends_and_all_memory_comes_back(seed: int) -> None:
     """Thirty requests over a bad bus, a third of them cancelled at some moment: all end, finished ones with the right tokens.
 
-    One replica or two at prefill, one or two at decode: the broker need not know.
+    One replica or two at prefill, one or two at decode, too few slots there for all at once: the broker need not know.
     """
     rng = random.Random(seed)
     faults = SeededFaults(rng, loss=0.1, repeat=0.1, max_delay_s=0.01, protected=(f"{subjects.PREFIX}.tok",))

@@ -42,6 +42,7 @@ from tests.integration.worker_world import (
     SAMPLING,
     FaultyEngine,
     Mesh,
+    Mute,
     in_mesh,
     pair,
     request_of,
@@ -422,10 +423,3 @@ def test_replicas_of_different_sizes_are_no_worker() -> None:
             ReplicaSet(await start_engines(engines), limits, Mute(), release_timeout_ms=100)
 
     run_virtual(main)
-
-
-class Mute(DecodeService):
-    """An observer of an engine loop that is never run."""
-
-    def __init__(self) -> None:
-        """Without any of a service's parts."""

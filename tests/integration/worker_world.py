@@ -85,6 +85,13 @@ class FaultyEngine(FakeEngine):
         return await super().release(seqs, generation, timeout_ms)
 
 
+class Mute(DecodeService):
+    """An observer of an engine loop that is never run."""
+
+    def __init__(self) -> None:
+        """Without any of a service's parts."""
+
+
 class Mesh:
     """Workers, and what a broker and a router would hear of them."""
 
