@@ -47,8 +47,8 @@ async def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[P
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Probe]:
-    """Prefill on four ranks, decode on two."""
-    spec = MeshSpec(mode="P4/D2", model=MODEL, workers=(("prefill", "tp=4"), ("decode", "tp=2")))
+    """Prefill on four ranks, decode in two replicas of two ranks each."""
+    spec = MeshSpec(mode="P4/D2x2", model=MODEL, workers=(("prefill", "tp=4"), ("decode", "tp=2,dp=2")))
     async for probe in _running(spec, tmp_path_factory.mktemp("wide")):
         yield probe
 

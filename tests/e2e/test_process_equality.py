@@ -40,6 +40,6 @@ async def test_prefill_on_two_ranks_decode_on_one(pair: Probe, shipped: StoredRe
     await _all_equal(pair, shipped)
 
 
-async def test_prefill_on_four_ranks_decode_on_two(wide_pair: Probe, shipped: StoredReference) -> None:
-    """P4/D2: each KV head is on two prefill ranks; the same 32 prompts, all equal."""
+async def test_prefill_on_four_ranks_decode_in_two_replicas_of_two(wide_pair: Probe, shipped: StoredReference) -> None:
+    """P4/D2x2: each KV head is on two prefill ranks, requests go to both decode replicas; the same 32 prompts, all equal."""
     await _all_equal(wide_pair, shipped)
