@@ -13,6 +13,7 @@ PREFIX: Final = "pd.v1"
 
 WORKERS_BUCKET: Final = "PD_WORKERS"
 HANDOFFS_BUCKET: Final = "PD_HANDOFFS"
+LEASES_BUCKET: Final = "PD_LEASES"
 LINKS_BUCKET: Final = "PD_LINKS"
 EVENTS_STREAM: Final = "PD_EVENTS"
 EVENTS_FILTER: Final = f"{PREFIX}.ev.>"
@@ -63,6 +64,7 @@ TABLE: Final[tuple[SubjectRow, ...]] = (
     SubjectRow("workers", WORKERS_BUCKET, "KV, one key a worker"),
     SubjectRow("links", LINKS_BUCKET, "KV, one key a pair: {prefill}.{decode}"),
     SubjectRow("handoff state", HANDOFFS_BUCKET, "KV, one key a handoff"),
+    SubjectRow("who leads", LEASES_BUCKET, "KV, one key a broker partition"),
 )
 
 
@@ -84,6 +86,11 @@ def broker_rpc(verb: BrokerVerb, partition: int = 0) -> str:
 def broker_rpc_filter(partition: int = 0) -> str:
     """Everything that one broker partition is asked."""
     return f"{PREFIX}.rpc.broker.{partition}.*"
+
+
+def broker_lease(partition: int = 0) -> str:
+    """Key of the lease of one broker partition: whoever holds it is the one who is asked."""
+    return f"broker.{partition}"
 
 
 def verb_of(subject: str) -> str:

@@ -143,7 +143,7 @@ class MemoryBus:
             if config.name in buckets:
                 buckets[config.name].config = config
             else:
-                buckets[config.name] = StoredBucket(config, self._server.clock, self._server.next_name("epoch"))
+                buckets[config.name] = StoredBucket(config, self._server.clock, self._server.next_epoch())
 
         await self._ask(DIRECT, ensure)
         return MemoryBucket(self, config.name)

@@ -76,7 +76,7 @@ class MemoryBucket:
         check_pattern(pattern)
         return self._link.add_watch(self._name, pattern)
 
-    async def epoch(self) -> str:
+    async def epoch(self) -> int:
         """See `port.Bucket.epoch`."""
         return await self._ask("", lambda stored: stored.epoch)
 

@@ -19,7 +19,7 @@ class _Kept:
 class StoredBucket:
     """Keys, revisions and watches of one bucket."""
 
-    def __init__(self, config: BucketConfig, clock: Clock, epoch: str) -> None:
+    def __init__(self, config: BucketConfig, clock: Clock, epoch: int) -> None:
         self.config = config
         self.epoch = epoch
         self._clock = clock
@@ -61,7 +61,7 @@ class StoredBucket:
         before = self.last(key)
         return self.write(key, value, last=before.revision if before is not None and before.deleted else 0)
 
-    def wipe(self, epoch: str) -> None:
+    def wipe(self, epoch: int) -> None:
         """Lose everything and begin a new life. Watches hear of it by `repeat_to_watches`."""
         self._kept.clear()
         self._revision = 0

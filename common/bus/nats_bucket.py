@@ -6,7 +6,7 @@ from typing import Final
 
 from common.bus.errors import BusError, BusUnavailable, RevisionConflict
 from common.bus.nats_reader import Read, Reader, ReaderBroken
-from common.bus.nats_storage import EXPECTED_REVISION_HEADER, JetStream, NotStored
+from common.bus.nats_storage import EXPECTED_REVISION_HEADER, JetStream, NotStored, nanoseconds_since_2020
 from common.bus.port import Entry, Headers, Stored
 from common.bus.queues import QueuedWatch
 from common.bus.rules import check_key, check_message, check_pattern
@@ -98,10 +98,10 @@ class NatsBucket:
         check_pattern(pattern)
         return self._start_watch(self, pattern)
 
-    async def epoch(self) -> str:
-        """See `port.Bucket.epoch`: the moment at which the stream was created."""
+    async def epoch(self) -> int:
+        """See `port.Bucket.epoch`."""
         try:
-            return str((await self._jetstream.info(self._stream))["created"])
+            return nanoseconds_since_2020((await self._jetstream.info(self._stream))["created"])
         except NotStored as error:
             raise self._missing() from error
 

@@ -103,15 +103,23 @@ class Connection:
         self.check_up()
         try:
             async with asyncio.timeout(_FLUSH_TIMEOUT_S):
-                # The library writes its ping past what still waits to be written: without this, the server's answer
-                # says nothing about a subscription that was made just before.
-                await self.client._flush_pending(force_flush=True)  # noqa: SLF001 - it has no call for this
+                await self._write_out()
                 await self.client.flush(_FLUSH_TIMEOUT_S)
         except TimeoutError as error:
             raise BusTimeout(f"the server did not answer within {_FLUSH_TIMEOUT_S} s") from error
         except CONNECTION_ERRORS as error:
             raise BusUnavailable(f"not flushed: {error}", maybe_done=True) from error
         self.check_up()  # the library's flush also succeeds on a connection that is gone
+
+    async def _write_out(self) -> None:
+        """Wait until all that was sent before has been written.
+
+        The library writes its ping past what still waits to be written: without this, the server's answer to it says
+        nothing about a subscription that was made just before. Its own call for this swallows a cancellation.
+        """
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self.client._flush_queue.put(written)  # noqa: SLF001 - see above
+        await written
 
     async def close(self) -> None:
         """End it. Twice is fine."""

@@ -6,7 +6,7 @@ Source of requests, answers and error codes: the JetStream API of nats-server 2.
 import base64
 import json
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from common.bus.errors import BusError, BusUnavailable, NoResponders, RevisionConflict, StorageRefused
@@ -19,6 +19,7 @@ EXPECTED_REVISION_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 
 _API: Final = "$JS.API"
 _NANOSECONDS: Final = 1_000_000_000
+_YEAR_2020: Final = datetime(2020, 1, 1, tzinfo=UTC)
 _DEFAULT_DUPLICATE_WINDOW_S: Final = 120.0
 
 _WRONG_LAST_SEQUENCE: Final = (10071, 10164)
@@ -170,6 +171,13 @@ def _headers_of(block: bytes) -> dict[str, str]:
         if colon:
             headers[name.strip()] = value.strip()
     return headers
+
+
+def nanoseconds_since_2020(text: str) -> int:
+    """Read a time of the server, which has up to nine digits after the seconds."""
+    whole, _, fraction = text.removesuffix("Z").partition(".")
+    seconds = round((datetime.fromisoformat(f"{whole}+00:00") - _YEAR_2020).total_seconds())
+    return seconds * _NANOSECONDS + int(fraction.ljust(9, "0") or "0")
 
 
 def _six_digits(text: str) -> str:

@@ -168,8 +168,11 @@ class Bucket(Protocol):
         """Watch the keys that match. Changes after the return of this call are never missed."""
         ...
 
-    async def epoch(self) -> str:
-        """Name this life of the bucket. It changes when the store was wiped, after which revisions start again."""
+    async def epoch(self) -> int:
+        """Number this life of the bucket: it grows when the store was wiped, after which revisions start again.
+
+        On a server it is the moment of the bucket's creation, in nanoseconds since 2020 by the server's clock.
+        """
         ...
 
 

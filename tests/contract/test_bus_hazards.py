@@ -2,7 +2,7 @@
 
 | hazard | what goes wrong | shown by |
 | --- | --- | --- |
-| 1 | a CancelledError in a callback ends its subscription; callbacks run one by one | test_a_reader_that_is_cancelled_does_not_end_its_subscription, test_handlers_hold_up_neither_each_other_nor_their_subscription |
+| 1 | a CancelledError in a callback ends its subscription; callbacks run one by one | test_a_reader_that_is_cancelled_does_not_end_its_subscription, test_handlers_hold_up_neither_each_other_nor_their_subscription, test_whoever_waits_for_the_server_can_be_cancelled |
 | 2 | watchers and ordered consumers are silent for ever after a restart or a freeze | test_a_watch_survives_a_restart_of_the_server, test_a_watch_goes_on_after_restart_upon_restart, test_a_watch_goes_on_after_the_server_stood_still, test_a_watch_goes_on_after_a_freeze_that_cost_the_connection, test_a_watch_whose_consumer_is_lost_begins_again, test_a_storm_of_reconnects_leaves_no_consumers_behind |
 | 3 | messages of an outage are lost unnoticed, or come late | test_no_message_of_an_outage_arrives_late_or_is_lost_unnoticed, test_what_a_lost_connection_had_not_sent_yet_is_dropped_and_counted, test_calls_fail_at_once_while_the_server_is_down_and_work_again_after |
 | 4 | a request during an outage waits out its timeout; flush says that all is well | test_calls_fail_at_once_while_the_server_is_down_and_work_again_after, test_a_request_in_flight_fails_when_the_server_dies, test_a_server_that_stands_still_counts_as_lost_and_comes_back |
@@ -12,8 +12,8 @@
 | 8 | payload and headers together over the limit: the connection is closed for good | test_payload_and_headers_together_are_capped, test_the_size_counts_headers_as_they_travel |
 | 9 | a blocked loop is cut off as a slow consumer | test_a_blocked_loop_is_cut_off_by_the_server_seen_and_counted, test_a_slow_reader_costs_only_itself_and_is_counted |
 | 10 | pull fetches stall after one that timed out | test_no_part_of_the_product_pulls, test_reading_a_stream_fails_when_the_server_stands_still_and_works_after |
-| 11 | a ttl of a message is dropped by the first update; no watch tells of expiry | test_a_renewed_value_still_expires_and_no_watch_tells_of_it, test_values_expire |
-| 12 | revisions come twice after the loss of a store | test_the_revisions_of_a_wiped_bucket_start_again_under_another_epoch |
+| 11 | a ttl of a message is dropped by the first update; no watch tells of expiry | test_a_renewed_value_still_expires_and_no_watch_tells_of_it, test_values_expire, test_a_lease_is_kept_over_many_ttls_and_passes_on_when_its_holder_is_gone, test_a_frozen_server_ends_the_term_before_anybody_can_begin_another |
+| 12 | revisions come twice after the loss of a store | test_the_revisions_of_a_wiped_bucket_start_again_under_another_epoch, test_a_wiped_store_ends_the_term_and_the_next_one_has_a_larger_fence, test_there_is_never_more_than_one_holder |
 | 13 | a write without an answer: done, not done, or done later; an event stored twice | test_a_write_that_a_frozen_server_takes_later_is_done_once, test_a_write_that_died_with_the_server_can_be_made_again, test_a_write_in_flight_when_the_server_dies_may_have_been_done, test_records_over_a_server_that_stands_still_in_mid_write, test_events_survive_kill_upon_kill_each_stored_once, test_what_was_stored_and_not_acknowledged_is_not_stored_again |
 | 14 | buckets in memory vanish with the server | test_buckets_and_streams_lie_in_files_and_those_in_memory_are_refused |
 | 15 | a dead peer is found by timeout only | test_a_request_to_nobody_fails_fast, test_a_killed_peer_is_told_by_the_lack_of_responders |

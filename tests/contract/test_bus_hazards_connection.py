@@ -215,6 +215,24 @@ async def test_whoever_has_subscribed_is_reachable_for_everybody(world: World) -
             serving.cancel()
 
 
+async def test_whoever_waits_for_the_server_can_be_cancelled(world: World) -> None:
+    """The library swallows a cancellation at some points: at whichever moment it comes, ours ends the task."""
+    async with world.open() as bus, asyncio.TaskGroup() as tasks:
+        num_cancelled = 0
+        for num_turns in range(12):
+            for name, call in (("flush", bus.flush()), ("subscribe", bus.subscribe(unique("pd.cancelled")))):
+                task: asyncio.Task[object] = tasks.create_task(call, name=name)
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                was_done = task.done()
+                task.cancel()
+                await soon(asyncio.wait([task]))
+                assert task.cancelled() or was_done
+                num_cancelled += task.cancelled()
+        assert num_cancelled > 0
+        await soon(bus.flush())
+
+
 # --- hazard 9: a blocked loop -----------------------------------------------------------------------------------------
 
 

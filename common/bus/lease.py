@@ -1,0 +1,149 @@
+"""A lease in a bucket: of all who want it one holds it, and knows by itself when it does not any more.
+
+The bucket's ttl is the lease's, and the value is renewed by `update`: a ttl of a single message would be lost with the
+first renewal. No watch tells of expiry, so whoever waits polls. A write whose outcome is unknown never begins or prolongs
+a term: what it left behind is read, and only a write that was acknowledged counts, from the moment it was sent.
+
+If the server loses its store, a second holder can begin before the first one notices, at its next renewal: then the larger
+fence decides.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from common.bus.errors import BusError, BusTimeout, BusUnavailable, RevisionConflict
+from common.bus.lease_term import Term, fence_of
+from common.bus.port import Bucket
+from common.runtime.clock import Clock, Deadline
+from common.runtime.lifecycle import Log
+
+_POLL_SHARE: Final = 0.1
+_RETRY_SHARE: Final = 0.05
+_TRY_SHARE: Final = 0.15
+
+
+class LeaseValue(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bucket shows of the holder. `start` names one start of one process, so that nobody takes another's for his."""
+
+    holder: str
+    start: str
+
+
+class Lease:
+    """One candidate for the lease `key`. `ttl_s` is the bucket's. Not for use by two tasks at once."""
+
+    def __init__(self, bucket: Bucket, clock: Clock, log: Log, *, key: str, value: LeaseValue, ttl_s: float) -> None:
+        self._bucket = bucket
+        self._clock = clock
+        self._log = log
+        self._key = key
+        self._mine = msgspec.json.encode(value)
+        self._ttl_s = ttl_s
+        self._term: Term | None = None
+
+    @property
+    def term(self) -> Term | None:
+        """The term that is held now, by this process's own clock."""
+        term = self._term
+        return term if term is not None and term.is_held(self._clock.monotonic()) else None
+
+    async def try_acquire(self) -> Term | None:
+        """Take the lease if nobody has it, and return the term. None if somebody has, or got it first.
+
+        Raises BusUnavailable or BusTimeout if the bucket cannot be asked, StorageRefused if it will not be written.
+        """
+        self._term = None
+        entry = await self._bucket.get(self._key)
+        if entry is not None and entry.value != self._mine:
+            return None
+        epoch = await self._bucket.epoch()
+        sent_at = self._clock.monotonic()
+        try:
+            if entry is None:
+                revision = await self._bucket.create(self._key, self._mine)
+            else:  # an earlier try of ours got through unheard
+                revision = await self._bucket.update(self._key, self._mine, last=entry.revision)
+        except RevisionConflict:
+            return None
+        if await self._bucket.epoch() != epoch:
+            return None  # the store was lost in between: the number of the term would be of the wrong life
+        self._term = Term(ttl_s=self._ttl_s, fence=fence_of(epoch, revision), revision=revision, renewed_at=sent_at)
+        return self.term
+
+    async def acquire(self, stands_by: Callable[[], None] = lambda: None) -> Term:
+        """Wait until the lease is free and taken, however long that is. Raises StorageRefused.
+
+        `stands_by` is called whenever it was found to be somebody else's.
+        """
+        while True:
+            try:
+                term = await self.try_acquire()
+            except (BusUnavailable, BusTimeout) as error:
+                self._log.info("lease_not_asked", key=self._key, error_code=error.code, reason=error.message)
+            else:
+                if term is not None:
+                    return term
+                stands_by()
+            await self._clock.sleep(_POLL_SHARE * self._ttl_s)
+
+    async def keep(self) -> str:
+        """Renew for as long as that works, and return why the term is over: at its end by the own clock at the latest."""
+        reason = "it was not held"
+        while (term := self.term) is not None:
+            deadline = Deadline(self._clock, term.ends_at)
+            try:
+                async with deadline.timeout():
+                    await self._clock.sleep(max(0.0, term.renew_at - self._clock.monotonic()))
+                    lost = await self._renew(term)
+            except TimeoutError:
+                lost = "it could not be renewed in time"
+            if lost:
+                reason = lost
+                self._term = None
+        return reason
+
+    async def _renew(self, term: Term) -> str:
+        """Write until it is acknowledged; or say why the lease is lost. The caller's timeout bounds it."""
+        last = term.revision
+        while True:
+            sent_at = self._clock.monotonic()
+            try:
+                async with Deadline.after(self._clock, _TRY_SHARE * self._ttl_s).timeout():
+                    revision = await self._bucket.update(self._key, self._mine, last=last)
+            except RevisionConflict:
+                entry = await self._read()
+                if entry is None:
+                    return "it has expired"
+                value, last = entry
+                if value != self._mine:
+                    return "somebody else holds it"
+            except (BusError, TimeoutError) as error:
+                self._log.info("lease_not_renewed", key=self._key, error=repr(error))
+                await self._clock.sleep(_RETRY_SHARE * self._ttl_s)
+            else:
+                self._term = term.renewed(revision=revision, sent_at=sent_at)
+                return ""
+
+    async def _read(self) -> tuple[bytes, int] | None:
+        while True:
+            try:
+                entry = await self._bucket.get(self._key)
+            except BusError:
+                await self._clock.sleep(_RETRY_SHARE * self._ttl_s)
+            else:
+                return None if entry is None else (entry.value, entry.revision)
+
+    async def release(self) -> None:
+        """Give the lease back, so that the next one need not wait for it to expire. Without a term this does nothing.
+
+        Raises `BusError`: then it expires by itself.
+        """
+        term, self._term = self._term, None
+        if term is None:
+            return
+        try:
+            await self._bucket.delete(self._key, last=term.revision)
+        except RevisionConflict:
+            return  # it is somebody else's already
