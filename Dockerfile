@@ -4,20 +4,27 @@
 #                or pip takes a CUDA build of several GB
 ARG BASE_IMAGE=python:3.11-slim
 
+# What the project needs comes before the project, and is known by its own text alone: neither a change of code nor of a
+# linter's settings installs torch again.
+FROM ${BASE_IMAGE} AS requirements
+WORKDIR /src
+COPY compose/requirements.py pyproject.toml ./
+RUN mkdir /wanted \
+ && python3 requirements.py --only torch > /wanted/torch.txt \
+ && python3 requirements.py --build > /wanted/all.txt
+
 FROM ${BASE_IMAGE} AS build
 ARG TORCH_INDEX=
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python3 -m venv /opt/venv
 WORKDIR /src
 COPY compose/wheels /wheels
-COPY compose/requirements.py pyproject.toml ./
-# What the project needs comes before the project: a change of code does not install torch again.
-RUN /opt/venv/bin/pip install --find-links /wheels ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} \
-      $(python3 requirements.py --only torch)
-RUN /opt/venv/bin/pip install --find-links /wheels $(python3 requirements.py --build)
+COPY --from=requirements /wanted /wanted
+RUN /opt/venv/bin/pip install --find-links /wheels ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} -r /wanted/torch.txt
+RUN /opt/venv/bin/pip install --find-links /wheels -r /wanted/all.txt
 
 FROM build AS package
-COPY LICENSE README.md ./
+COPY LICENSE README.md pyproject.toml ./
 COPY contracts contracts
 COPY common common
 COPY services services

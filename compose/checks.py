@@ -39,7 +39,7 @@ def check_containers(stack: Stack) -> None:
             if not holds:
                 problems.append(f"{service}: {rule}")
     if problems:
-        raise ComposeError("containers are not shut in:\n  " + "\n  ".join(problems))
+        raise ComposeError("of the containers, this does not hold:\n  " + "\n  ".join(problems))
 
 
 def check_requests(stack: Stack) -> str:

@@ -1,4 +1,4 @@
-"""Print what `pyproject.toml` beside this file, or in the folder above, requires of a worker: one requirement a word.
+"""Print what `pyproject.toml` beside this file, or in the folder above, requires of a worker: one requirement a line.
 
 The image installs these before the project itself, so that a change of code leaves the layer with torch alone.
 """
@@ -25,7 +25,7 @@ def main() -> None:
     arguments = parser.parse_args()
     here = Path(__file__).resolve().parent
     project = next(each for each in (here / "pyproject.toml", here.parent / "pyproject.toml") if each.is_file())
-    print(*requirements(project, only=arguments.only, build=arguments.build))
+    print(*requirements(project, only=arguments.only, build=arguments.build), sep="\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from compose.outages import check_outages, check_stop
 from compose.private_daemon import private_daemon
 from compose.problem import ComposeError
 from compose.shell import run
-from compose.stack import Stack
+from compose.stack import IMAGE, Stack
 
 PROFILES: Final = ("shm", "tcp")
 
@@ -66,6 +66,7 @@ def main() -> int:
 def _run(docker: Docker, profiles: Sequence[str], *, is_ours: bool) -> None:
     build_environ = {name: docker.environ.get(name, "") for name in ("BASE_IMAGE", "TORCH_INDEX")}
     started = time.perf_counter()
+    start = "warm" if docker.has_image(IMAGE) else "cold"
     if is_ours and not build_environ["BASE_IMAGE"]:  # a machine without a daemon seldom reaches an image registry
         build_environ["BASE_IMAGE"] = make_base_image(docker)
     if not build_environ["TORCH_INDEX"]:
@@ -74,7 +75,7 @@ def _run(docker: Docker, profiles: Sequence[str], *, is_ours: bool) -> None:
     if is_ours:  # what earlier builds have left in it is nobody else's
         docker("image", "prune", "--force")
         docker("builder", "prune", "--force", "--keep-storage", _KEPT_CACHE)
-    print(f"image built after {time.perf_counter() - started:.1f} s", flush=True)
+    print(f"{start}: image built after {time.perf_counter() - started:.1f} s", flush=True)
     for profile in profiles:
         stack = Stack(docker, profile=profile, build_environ=build_environ)
         started = time.perf_counter()
