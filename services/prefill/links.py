@@ -46,6 +46,7 @@ from services.prefill.core.pair_step import step
 from services.prefill.link_observer import LinkObserver, wall_text
 from services.prefill.link_table import LinkTable
 from services.prefill.meeting import Meetings, MetPeer
+from services.prefill.reachability import knock
 
 MAX_PEERS: Final = 1024
 """Decode workers that a prefill worker deals with; one more is passed over and logged."""
@@ -252,6 +253,7 @@ class Links:
                 case Connect():
                     if peer.met is None:
                         raise AssertionError("who is connected was met")
+                    await knock(rank.region for rank in peer.met.ranks)
                     await self._replicas.link(ref, peer.met.ranks)
                     return Connected(at=self._clock.monotonic(), incarnation=incarnation)
                 case Disconnect():
