@@ -12,7 +12,7 @@ from loadtest.dataplane_case import Case, shown_bytes
 from loadtest.dataplane_ends import Method, TransferFailed
 from loadtest.dataplane_figures import LATENCY_BYTES, CaseFigures, Turn, figures_of, report_dataplane
 from loadtest.dataplane_mooncake import why_not
-from loadtest.dataplane_process import DestinationProcess, Remote, SourceProcess, shared_folder
+from loadtest.dataplane_process import DestinationProcess, Process, Remote, SourceProcess, shared_folder
 from loadtest.report import Report
 from loadtest.rounds import orders
 from loadtest.settings import DataPlaneSettings
@@ -40,7 +40,7 @@ def run_dataplane(settings: DataPlaneSettings, report: Report, clock: Clock, say
             folder = shared_folder(stack)
             bench: dict[Method, Family] = {}
             for methods in families:
-                family = Family(stack, methods, num_sources, settings.region_bytes, folder)
+                family = Family.start(stack, methods, num_sources, settings.region_bytes, folder)
                 bench |= dict.fromkeys(methods, family)
             for case in _cases(settings, num_sources):
                 say(f"{shown_bytes(case.nbytes)}, {case.shape}")
@@ -60,18 +60,25 @@ def run_dataplane(settings: DataPlaneSettings, report: Report, clock: Clock, say
 class Family:
     """A destination's process and those of its sources, linked by some methods."""
 
-    def __init__(
-        self, stack: ExitStack, methods: Sequence[Method], num_sources: int, region_bytes: int, folder: str
-    ) -> None:
-        """They end with `stack`. Raises PdmeshError when one cannot start."""
+    def __init__(self, destination: Process, sources: Sequence[Process]) -> None:
+        """Link them. Raises PdmeshError when that fails."""
+        self._destination = destination
+        self._sources = tuple(sources)
+        for number, source in enumerate(sources):
+            source.ask("connect", destination.ask("addresses", number))
+
+    @classmethod
+    def start(
+        cls, stack: ExitStack, methods: Sequence[Method], num_sources: int, region_bytes: int, folder: str
+    ) -> Family:
+        """Start the processes, which end with `stack`. Raises PdmeshError when one cannot start."""
         made = (methods, num_sources, region_bytes, folder)
-        self._destination = stack.enter_context(Remote("destination", DestinationProcess, *made))
-        self._sources = [
+        destination = stack.enter_context(Remote("destination", DestinationProcess, *made))
+        sources = [
             stack.enter_context(Remote(f"source {number}", SourceProcess, methods, number, region_bytes, folder))
             for number in range(num_sources)
         ]
-        for number, source in enumerate(self._sources):
-            source.ask("connect", self._destination.ask("addresses", number))
+        return cls(destination, sources)
 
     def check(self, method: Method, case: Case) -> None:
         """One transfer of each source, not measured. Raises `TransferFailed` unless its bytes are the ones that were sent."""

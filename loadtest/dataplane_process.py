@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Self, assert_never
+from typing import Any, Final, Protocol, Self, assert_never
 
 from common.dataplane.port import DataPlane, Region
 from common.dataplane.shm import ShmDataPlane
@@ -162,8 +162,24 @@ class SourceProcess:
             plane.close()
 
 
+class Process(Protocol):
+    """A process of the measurement, as the load test uses it."""
+
+    def tell(self, what: str, *arguments: Any) -> None:
+        """Have a method of what lives there called; `hear` gives its answer."""
+        ...
+
+    def hear(self) -> Any:
+        """The answer to what was told. Raises PdmeshError when the process has failed, died or is silent."""
+        ...
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """`tell` and `hear`."""
+        ...
+
+
 class Remote:
-    """A process of the measurement, seen from the load test: `ask` calls a method of what lives there."""
+    """A `Process` that is one. It ends with the context."""
 
     def __init__(self, name: str, kind: type[DestinationProcess | SourceProcess], *arguments: Any) -> None:
         self.name: Final = name
@@ -184,11 +200,11 @@ class Remote:
             self._process.join(_JOIN_S)
 
     def tell(self, what: str, *arguments: Any) -> None:
-        """Have a method called; `hear` gives its answer."""
+        """See `Process.tell`."""
         self._pipe.send((what, arguments))
 
     def hear(self) -> Any:
-        """The answer to what was told. Raises PdmeshError when the process has failed, died or is silent."""
+        """See `Process.hear`."""
         try:
             if not self._pipe.poll(_ANSWER_S):
                 raise TransferFailed(f"{self.name} does not answer")
@@ -200,7 +216,7 @@ class Remote:
         return value
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """`tell` and `hear`."""
+        """See `Process.ask`."""
         self.tell(what, *arguments)
         return self.hear()
 

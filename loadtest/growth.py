@@ -29,13 +29,14 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
-    """One process over a run."""
+    """One process over a run. `seen` is what the lines go through."""
 
     name: str
     own: Line
     resident: Line
     fds: Line
     threads: Line
+    seen: tuple[Usage, ...]
 
     @property
     def is_steady(self) -> bool:
@@ -63,4 +64,5 @@ def growth_of(name: str, requests: Sequence[int], seen: Sequence[Usage]) -> Grow
         resident=fit(requests, [each.resident_bytes for each in seen]),
         fds=fit(requests, [each.num_fds for each in seen]),
         threads=fit(requests, [each.num_threads for each in seen]),
+        seen=tuple(seen),
     )

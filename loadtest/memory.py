@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from common.engine.config import load_config
-from common.runtime.clock import Clock
+from common.runtime.clock import Clock, Deadline
 from contracts.errors import PdmeshError
 from loadtest.growth import GROWTH_AIM, MIB, Growth, growth_of
 from loadtest.handoff import Say, running
@@ -21,6 +21,7 @@ SETTLE_S: Final = 0.3
 """After the last answer, before a look: memory is given back a little later."""
 BUS: Final = "nats"
 """Keeps messages by design, up to the limits of its streams: its growth is shown, and is no aim."""
+_WARM_UP: Final = -1
 _SAY_EVERY: Final = 10
 _SHOWN_ERRORS: Final = 5
 
@@ -60,7 +61,10 @@ async def _load(settings: MemorySettings, mesh: Mesh, report: Report, clock: Clo
         except OSError as error:
             raise PdmeshError(f"a process of {mesh.spec.mode} has ended: {error}") from error
 
-    await send(settings.num_warm_ups, -1)
+    warm = Deadline.after(clock, settings.warm_up_s)
+    await send(settings.num_warm_ups, _WARM_UP)
+    while not warm.passed:
+        await send(settings.sample_every, _WARM_UP)
     names = await asyncio.to_thread(name_processes, mesh.pid)
     say(f"{mesh.spec.mode}: {len(names)} processes")
     seen = [await look()]

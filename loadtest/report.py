@@ -114,7 +114,8 @@ class Report:
     @property
     def verdict(self) -> str:
         """The last line: whether all that came out was right, and, apart from that, which aims were missed."""
-        right = f"{len(self._failures)} failures" if self._failures else "passed"
+        count = len(self._failures)
+        right = f"{count} failure{'s' * (count > 1)}" if count else "passed"
         if not self._aims:
             return right
         missed = [what for what, _, met in self._aims if not met]

@@ -14,6 +14,9 @@ from loadtest.mesh import MeshSpec
 from loadtest.recall import NUM_KEYS
 
 PD_MODE = "P/D"
+SHORT_MEMORY = ("router.request_timeout_s=15", "broker.keep_ended_s=10")
+"""What is remembered on purpose of requests that are over is kept until their deadlines, and some time: with these settings it
+reaches its level while a mesh is warmed up, and does not pass for growth."""
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,8 +194,8 @@ class OverlapSettings(msgspec.Struct, frozen=True, kw_only=True):
 class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `memory` is told.
 
-    After `num_warm_ups` requests come `num_requests` more, `concurrency` at once, with a look at each process after every
-    `sample_every`. Each of `transports` has a mesh of its own.
+    After `num_warm_ups` requests, and as many more as `warm_up_s` seconds take, come `num_requests`, `concurrency` at once, with a
+    look at each process after every `sample_every`. Each of `transports` has a mesh of its own.
     """
 
     model: Path
@@ -202,6 +205,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     num_requests: int
     num_warm_ups: int
+    warm_up_s: float
     sample_every: int
     concurrency: int
     prefill: str
@@ -227,7 +231,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_requests % self.sample_every or self.num_requests < 2 * self.sample_every:
             rule = f"a multiple of sample_every ({self.sample_every}), twice that or more"
             raise InvalidValueError(field="requests", value=self.num_requests, rule=rule)
-        for name in ("request_timeout_s", "time_limit_s"):
+        for name in ("request_timeout_s", "time_limit_s", "warm_up_s"):
             check_above_zero(name, getattr(self, name))
 
     def mesh(self, transport: str) -> MeshSpec:
@@ -236,7 +240,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
             mode=f"P/D over {transport}",
             model=self.model,
             workers=(("prefill", self.prefill), ("decode", self.decode)),
-            overrides=(f"transport={transport}", *self.overrides),
+            overrides=(f"transport={transport}", *SHORT_MEMORY, *self.overrides),
         )
 
 

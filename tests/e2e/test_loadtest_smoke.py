@@ -53,6 +53,60 @@ def test_the_contract_runs_through_real_meshes_and_compares_their_answers(model:
     assert "times as the client sees them" in done.stdout
 
 
+def test_data_planes_are_compared_between_processes(tmp_path: Path) -> None:
+    """Two sources at once, every way, a size for each table; what arrives is looked at, or the command would fail."""
+    file = tmp_path / "figures.json"
+    small = ("--sizes", "64KiB", "--pieces", "", "--region", "1MiB", "--block", "256KiB", "--rounds", "2")
+    done = subprocess.run(
+        [sys.executable, "-m", "loadtest", "dataplane", *small, "--sources", "2", "--json", str(file)],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(file.read_bytes())["figures"]["transfers"]
+    seen = {(each["method"], each["nbytes"], each["num_sources"]) for each in told}
+    ways = ("memcpy", "shm", "socket", "tcp")
+    assert seen >= {(way, nbytes, 2) for way in ways for nbytes in (64, 65536)}
+    assert min(each["cpu_s_per_gb"] for each in told) >= 0
+    assert min(each["rate"][0] for each in told) > 0
+
+
+def test_hidden_push_time_is_read_from_a_mesh(model: Path) -> None:
+    """Every handoff is told of, with its pushes; what is hidden is a share."""
+    small = ("--requests", "2", "--rounds", "2", "--warm-ups", "1", "--prompt-tokens", "8,40")
+    done, told = _run(model, "overlap", *small, "--set", "engine=fake", "--vocabulary", "1024")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kind in ("8 tokens", "40 tokens"):
+        found = told["figures"]["overlap"][kind]
+        assert found["num_handoffs"] == 4
+        assert 0 <= found["hidden"] <= 1
+
+
+def test_memory_of_every_process_of_a_mesh_is_looked_at(model: Path) -> None:
+    """Before the requests and after each block of them, over tcp as over shared memory."""
+    small = (
+        "--requests",
+        "8",
+        "--sample-every",
+        "4",
+        "--warm-ups",
+        "2",
+        "--warm-up-seconds",
+        "0.1",
+        "--transport",
+        "shm",
+    )
+    done, told = _run(model, "memory", *small, "--set", "engine=fake", "--vocabulary", "1024")
+    assert done.returncode == 0, done.stdout + done.stderr
+    processes = {each["name"]: each for each in told["figures"]["memory"]["shm"]}
+    assert {"launcher", "nats", "broker", "router", "prefill-0", "decode-0"} <= processes.keys()
+    assert {len(each["seen"]) for each in processes.values()} == {3}
+    assert min(each["own"]["level"] for each in processes.values()) > 0
+
+
 def test_a_mesh_that_cannot_start_is_told_with_the_end_of_its_output(model: Path) -> None:
     """The launcher's own words are shown, and the status says that it failed."""
     done, told = _run(model, "contract", *_SMALL, "--set", "engine=imaginary")

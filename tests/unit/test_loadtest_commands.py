@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -22,8 +24,10 @@ from loadtest.push_throughput import NUM_SEQUENCES, PushFigures, bench, report_p
 from loadtest.recall import make_task
 from loadtest.recall_run import RecallFigures, meshes_of, report_recall, score, tasks_of
 from loadtest.report import EXIT_FAILED, EXIT_GOOD, Machine, Report
-from loadtest.settings import LoadSettings, RecallSettings
+from loadtest.settings import SHORT_MEMORY, LoadSettings, MemorySettings, OverlapSettings, RecallSettings
 from loadtest.statistics import wilson
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -37,6 +41,12 @@ def _load_settings(*argv: str) -> LoadSettings:
     values = vars(parser().parse_args(argv))
     del values["command"], values["json"]
     return LoadSettings(**values)
+
+
+def _settings(kind: Callable[..., T], *argv: str) -> T:
+    values = vars(parser().parse_args(argv))
+    del values["command"], values["json"]
+    return kind(**{name: tuple(value) if name == "overrides" else value for name, value in values.items()})
 
 
 def _recall_settings(*argv: str) -> RecallSettings:
@@ -98,6 +108,12 @@ def test_workers_are_called_as_the_launcher_calls_them(model: Path) -> None:
         (["recall", "--tasks", "7", "--rounds", "2"], "tasks"),
         (["recall", "--url", "http://x", "--fault", "zero:"], "fault"),
         (["recall", "--fault", "vanish:role=key"], "failpoints"),
+        (["overlap", "--prompt-tokens", "8,8"], "prompt_tokens"),
+        (["overlap", "--requests", "0"], "requests"),
+        (["memory", "--transport", "pigeon"], "transport"),
+        (["memory", "--transport", "shm,shm"], "transport"),
+        (["memory", "--requests", "70", "--sample-every", "50"], "requests"),
+        (["memory", "--output-tokens", "1"], "output_tokens"),
     ],
 )
 def test_bad_values_end_with_status_2(
@@ -106,6 +122,41 @@ def test_bad_values_end_with_status_2(
     """Nothing is started, and the field is named."""
     assert run([*argv, "--model", str(model)]) == EXIT_SETTINGS
     assert f"{field}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["--sizes", "1MiB,1024KiB"], "sizes"),
+        (["--sizes", "0"], "sizes"),
+        (["--sizes", "2MiB", "--region", "1MiB", "--pieces", ""], "sizes"),
+        (["--pieces", "3KiB"], "pieces"),
+        (["--region", "16MiB", "--sizes", "1MiB"], "region"),
+        (["--sources", "0"], "sources"),
+        (["--rounds", "0"], "rounds"),
+    ],
+)
+def test_bad_values_of_the_data_planes_test_end_with_status_2(
+    argv: list[str], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is started, and the field is named."""
+    assert run(["dataplane", *argv]) == EXIT_SETTINGS
+    assert f"{field}: " in capsys.readouterr().err
+
+
+def test_what_is_remembered_on_purpose_is_kept_short_while_memory_is_measured(model: Path) -> None:
+    """Each transport has a mesh of its own, and the user's own settings come last."""
+    settings = _settings(MemorySettings, "memory", "--model", str(model), "--set", "broker.keep_ended_s=3")
+    assert settings.transports == ("shm", "tcp")
+    assert settings.mesh("tcp").overrides == ("transport=tcp", *SHORT_MEMORY, "broker.keep_ended_s=3")
+    assert (settings.num_requests, settings.num_warm_ups, settings.concurrency) == (2000, 200, 8)
+
+
+def test_hidden_pushes_are_measured_with_one_rank_a_side(model: Path) -> None:
+    """Two lengths, so that what is late can be told from what grows with the prompt."""
+    settings = _settings(OverlapSettings, "overlap", "--model", str(model))
+    assert settings.mesh.workers == (("prefill", "tp=1"), ("decode", "tp=1"))
+    assert settings.prompt_tokens == (1024, 4096)
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.layout.bind import bind_tokens
@@ -13,13 +14,27 @@ from common.layout.shape import CacheShape, LayerType
 from common.layout.slot_rows import bind_slot
 from common.layout.templates import PagedTemplate
 from contracts.events import EventName, HandoffEvent
-from contracts.manifest import CacheDtypes, Coordinates, Dtype
+from contracts.manifest import CacheDtypes, Coordinates, Dtype, Namespace
 from loadtest.client import Sample
 from loadtest.ideal import ideal_bytes
 from loadtest.phases import phase_order, read_handoffs, with_admission, within
 from loadtest.push_shapes import large_shape
 
 _MS = 1_000_000
+_SMALL_SHAPE = CacheShape(
+    layer_types=(LayerType.LINEAR, LayerType.FULL),
+    num_kv_heads=2,
+    head_dim=8,
+    num_key_heads=8,
+    num_value_heads=8,
+    key_head_dim=8,
+    value_head_dim=4,
+    conv_kernel=4,
+    dtypes=CacheDtypes(key=Dtype.BFLOAT16, value=Dtype.BFLOAT16, conv=Dtype.FLOAT32),
+    block_size=16,
+    num_blocks=8,
+    num_slots=2,
+)
 
 
 def _event(
@@ -139,23 +154,11 @@ def test_phases_stand_in_the_order_in_which_they_end() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 16, 77])
 def test_the_ideal_is_what_a_plan_moves(source_tp: int, destination_tp: int, num_tokens: int) -> None:
     """Counted from the destination's spans alone, the bytes are those of the planner's own runs."""
-    shape = CacheShape(
-        layer_types=(LayerType.LINEAR, LayerType.FULL),
-        num_kv_heads=2,
-        head_dim=8,
-        num_key_heads=4,
-        num_value_heads=8,
-        key_head_dim=8,
-        value_head_dim=4,
-        conv_kernel=4,
-        dtypes=CacheDtypes(key=Dtype.BFLOAT16, value=Dtype.BFLOAT16, conv=Dtype.FLOAT32),
-        block_size=16,
-        num_blocks=8,
-        num_slots=2,
-    )
     source, destination = (
         [
-            lay_out(shape, Coordinates(tp_rank=rank, tp_size=tp)).manifest(worker_id=name, incarnation="i", model="m")
+            lay_out(_SMALL_SHAPE, Coordinates(tp_rank=rank, tp_size=tp)).manifest(
+                worker_id=name, incarnation="i", model="m"
+            )
             for rank in range(tp)
         ]
         for name, tp in (("prefill", source_tp), ("decode", destination_tp))
@@ -170,6 +173,38 @@ def test_the_ideal_is_what_a_plan_moves(source_tp: int, destination_tp: int, num
         )
         moved += sum(run.nbytes for run in runs)
     assert ideal_bytes(destination, num_tokens) == moved
+
+
+@pytest.mark.parametrize(("source_tp", "destination_tp", "dcp"), [(2, 1, 1), (1, 4, 2), (2, 8, 4)])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 77])
+def test_the_ideal_of_a_draft_head_begins_with_the_second_token(
+    source_tp: int, destination_tp: int, dcp: int, num_tokens: int
+) -> None:
+    """Pairs stand at their second token: with blocks spread over a group, the rank of the first block holds one less."""
+    shape = msgspec.structs.replace(_SMALL_SHAPE, num_draft_layers=1)
+    source, destination = (
+        [
+            lay_out(shape, Coordinates(tp_rank=rank, tp_size=tp, dcp_rank=rank % width, dcp_size=width)).manifest(
+                worker_id=name, incarnation="i", model="m"
+            )
+            for rank in range(tp)
+        ]
+        for name, tp, width in (("prefill", source_tp, 1), ("decode", destination_tp, dcp))
+    )
+    compiled = plan(source, destination)
+    ids = list(range(8))
+    moved = dict.fromkeys(range(destination_tp), 0)
+    for template in compiled.templates:
+        part = template.part
+        first = int(part.namespace is Namespace.DRAFT)
+        runs = (
+            bind_tokens(template, ids, ids, first, num_tokens, 16)
+            if isinstance(template, PagedTemplate)
+            else bind_slot(template, 0, 1)
+        )
+        moved[part.dst_rank] += sum(run.nbytes for run in runs)
+    for rank, manifest in enumerate(destination):
+        assert ideal_bytes([manifest], num_tokens) == moved[rank]
 
 
 def test_the_large_shape_has_the_models_bytes() -> None:
