@@ -52,7 +52,7 @@ class Caller:
         self._channel = channel
         self._find = find
         self._now = now
-        self._table = memoryview(bytearray(MAX_SEGMENTS * SEGMENT_BYTES))
+        self._batch = memoryview(bytearray(PREFIX.size + MAX_SEGMENTS * SEGMENT_BYTES))
         self.region: TcpRegion | None = None
         """The region that the caller wants, once it has said so."""
 
@@ -102,27 +102,31 @@ class Caller:
         begin = decode_begin(head)
         if not 0 < begin.num_cells <= region.memory.num_cells:
             raise RefusedError(f"the grant names {begin.num_cells} cells of {region.memory.num_cells}")
-        raw = self._channel.receive_bytes(begin.num_cells * CELL_BYTES, self._now() + HEAD_TIMEOUT_S)
+        size = begin.num_cells * CELL_BYTES
+        table_size = PREFIX.size + begin.num_first * SEGMENT_BYTES if begin.num_batches else 0
+        rest = memoryview(self._channel.receive_bytes(size + table_size, self._now() + HEAD_TIMEOUT_S))
+        first = rest[size:]
         grant = WriteGrant(
             lock_cell=begin.lock_cell,
-            cells=tuple(memoryview(raw).cast("I")),
+            cells=tuple(rest[:size].cast("I")),
             generation=begin.generation,
             secret=begin.secret,
         )
         deadline = self._now() + begin.timeout_ms / 1000
         match begin.operation:
             case Operation.WRITE:
-                nbytes = self._write(region, begin, grant, deadline)
+                nbytes = self._write(region, begin, grant, first, deadline)
             case Operation.READ:
-                nbytes = self._read(region, begin, grant, deadline)
+                nbytes = self._read(region, begin, grant, first, deadline)
         self._channel.send(encode_answer(Status.DONE, nbytes, ""), self._now() + ANSWER_TIMEOUT_S)
 
-    def _write(self, region: TcpRegion, begin: Begin, grant: WriteGrant, deadline: float) -> int:
+    def _write(self, region: TcpRegion, begin: Begin, grant: WriteGrant, first: memoryview, deadline: float) -> int:
         landing = region.enter(grant, self._channel)
         nbytes = 0
         try:
             for _ in range(begin.num_batches):
-                pieces = self._receive_table(region, deadline)
+                pieces = self._pieces_of(region, first or self._receive_table(deadline))
+                first = first[:0]
                 self.land(pieces, deadline)
                 nbytes += pieces.nbytes
         except ChannelError as error:
@@ -138,11 +142,12 @@ class Caller:
         """Receive the bytes of one batch straight into the region. Raises `ChannelError`."""
         self._channel.receive_vector(pieces, deadline)
 
-    def _read(self, region: TcpRegion, begin: Begin, grant: WriteGrant, deadline: float) -> int:
+    def _read(self, region: TcpRegion, begin: Begin, grant: WriteGrant, first: memoryview, deadline: float) -> int:
         cells = region.check(grant)
         nbytes = 0
         for _ in range(begin.num_batches):
-            pieces = self._receive_table(region, deadline)
+            pieces = self._pieces_of(region, first or self._receive_table(deadline))
+            first = first[:0]
             self.lend(pieces, deadline)
             nbytes += pieces.nbytes
         if not cells.all_hold(grant.generation):
@@ -154,11 +159,22 @@ class Caller:
         self._channel.send(encode_data(pieces.nbytes), deadline)
         self._channel.send_vector(pieces, deadline)
 
-    def _receive_table(self, region: TcpRegion, deadline: float) -> Vector:
-        """The pieces of the next batch, all of them within the region."""
-        num_segments, nbytes = decode_batch(self._channel.receive_bytes(PREFIX.size, deadline))
-        table = self._table[: num_segments * SEGMENT_BYTES]
-        self._channel.receive(table, deadline)
+    def _receive_table(self, deadline: float) -> memoryview:
+        """The next batch but for its bytes; the memory is used again for the one after it."""
+        head = self._channel.receive_bytes(PREFIX.size, deadline)
+        num_segments, _ = decode_batch(head)
+        batch = self._batch[: PREFIX.size + num_segments * SEGMENT_BYTES]
+        batch[: PREFIX.size] = head
+        self._channel.receive(batch[PREFIX.size :], deadline)
+        return batch
+
+    @staticmethod
+    def _pieces_of(region: TcpRegion, batch: memoryview) -> Vector:
+        """The pieces of a batch, all of them within the region. Raises `RefusedError` or `WireError`."""
+        num_segments, nbytes = decode_batch(batch[: PREFIX.size])
+        table = batch[PREFIX.size :]
+        if len(table) != num_segments * SEGMENT_BYTES:
+            raise WireError("not as many pieces as announced")
         columns = np.frombuffer(table, "<u8").reshape(num_segments, 2)
         offsets, lengths = columns[:, 0], columns[:, 1]
         limit = np.uint64(region.memory.length)

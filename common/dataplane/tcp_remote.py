@@ -127,7 +127,7 @@ class TcpRemoteRegion:
             return refused
         if not 0 <= grant.generation <= MAX_GENERATION:
             return STALE
-        if not self.peer_alive:
+        if self._closed:
             return _DEAD
         return _LATE if self._now() >= deadline else ""
 
@@ -153,6 +153,8 @@ class TcpRemoteRegion:
                 channel.close()
                 channel = None
         if channel is None:
+            if not self.peer_alive:
+                raise DataPlaneError(_DEAD)
             channel = open_channel(self.descriptor, self._now, deadline)
         with self._changed:
             if self._closed:

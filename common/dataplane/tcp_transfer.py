@@ -12,6 +12,7 @@ from common.dataplane.tcp_channel import Channel, ChannelError, Fault
 from common.dataplane.tcp_segments import Segments, vector_into
 from common.dataplane.tcp_vector import Vector
 from common.dataplane.tcp_wire import (
+    MAX_SEGMENTS,
     PREFIX,
     Kind,
     Operation,
@@ -86,7 +87,13 @@ class Transfer:
         return self._result(self._receive_answer(self._deadline))
 
     def _begin(self, operation: Operation) -> bytes:
-        prefix = encode_begin(operation, self._grant, self._segments.num_batches, self._deadline - self._now())
+        prefix = encode_begin(
+            operation,
+            self._grant,
+            self._deadline - self._now(),
+            num_batches=self._segments.num_batches,
+            num_first=min(len(self._segments.length), MAX_SEGMENTS),
+        )
         return prefix + array("I", self._grant.cells).tobytes()
 
     def _outgoing(self) -> Iterator[Vector]:

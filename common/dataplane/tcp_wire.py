@@ -32,7 +32,7 @@ MAX_TIMEOUT_MS: Final = 300_000
 """Longest that an owner gives a transfer, whatever its caller asks for."""
 
 PREFIX: Final = struct.Struct("<BBHIQ")
-GRANT: Final = struct.Struct(f"<II{SECRET_BYTES}s")
+GRANT: Final = struct.Struct(f"<III{SECRET_BYTES}s")
 HELLO: Final = struct.Struct("<4sH")
 CELL_BYTES: Final = 4
 SEGMENT_BYTES: Final = 16
@@ -81,6 +81,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
     operation: Operation
     num_batches: int
+    num_first: int
+    """Pieces of the first batch, so that all up to its bytes can be received at once."""
     num_cells: int
     generation: int
     lock_cell: int
@@ -116,23 +118,28 @@ def decode_hello(body: bytes) -> Hello:
         raise WireError(f"not a greeting: {type(error).__name__}") from error
 
 
-def encode_begin(operation: Operation, grant: WriteGrant, num_batches: int, timeout_s: float) -> bytes:
+def encode_begin(
+    operation: Operation, grant: WriteGrant, timeout_s: float, *, num_batches: int, num_first: int
+) -> bytes:
     """A BEGIN without its cells. The grant must be one that lies within a region; its secret may be anything."""
     timeout_ms = max(1, min(MAX_TIMEOUT_MS, int(timeout_s * 1000)))
     prefix = PREFIX.pack(Kind.BEGIN, operation, num_batches, len(grant.cells), grant.generation)
     # Cut or filled up: an owner compares all of them, and a secret of another length is not the right one anyway.
-    return prefix + GRANT.pack(grant.lock_cell, timeout_ms, grant.secret[:SECRET_BYTES])
+    return prefix + GRANT.pack(grant.lock_cell, timeout_ms, num_first, grant.secret[:SECRET_BYTES])
 
 
 def decode_begin(head: bytes) -> Begin:
     """The fixed part of a BEGIN. Raises `WireError`."""
     kind, operation, num_batches, num_cells, generation = PREFIX.unpack_from(head)
-    lock_cell, timeout_ms, secret = GRANT.unpack_from(head, PREFIX.size)
+    lock_cell, timeout_ms, num_first, secret = GRANT.unpack_from(head, PREFIX.size)
     if kind != Kind.BEGIN or operation not in Operation.__members__.values():
         raise WireError("not the beginning of a transfer")
+    if num_first > MAX_SEGMENTS or bool(num_first) != bool(num_batches):
+        raise WireError("not the number of pieces of a first batch")
     return Begin(
         operation=Operation(operation),
         num_batches=num_batches,
+        num_first=num_first,
         num_cells=num_cells,
         generation=generation,
         lock_cell=lock_cell,
@@ -146,7 +153,7 @@ def encode_batch(num_segments: int, nbytes: int) -> bytes:
     return PREFIX.pack(Kind.BATCH, 0, 0, num_segments, nbytes)
 
 
-def decode_batch(head: bytes) -> tuple[int, int]:
+def decode_batch(head: bytes | memoryview) -> tuple[int, int]:
     """Number of pieces and their bytes. Raises `WireError`."""
     kind, _, _, num_segments, nbytes = PREFIX.unpack(head)
     if kind != Kind.BATCH or not 0 < num_segments <= MAX_SEGMENTS:

@@ -112,10 +112,12 @@ def world() -> Iterator[World]:
     assert made.plane.server.num_callers == 0
 
 
-def begin(num_batches: int = 1, timeout_s: float = PATIENCE_S) -> bytes:
+def begin(
+    num_batches: int = 1, *, num_first: int = 1, timeout_s: float = PATIENCE_S, operation: Operation = Operation.WRITE
+) -> bytes:
     """The beginning of a write that the owner lets in."""
-    cells = np.array(GRANT.cells, "<u4").tobytes()
-    return encode_begin(Operation.WRITE, GRANT, num_batches, timeout_s) + cells
+    head = encode_begin(operation, GRANT, timeout_s, num_batches=num_batches, num_first=num_first)
+    return head + np.array(GRANT.cells, "<u4").tobytes()
 
 
 def batch(*segments: tuple[int, int]) -> bytes:
@@ -162,18 +164,29 @@ def test_a_greeting_for_other_memory_is_refused(world: World, change: dict[str, 
 MESSAGES = {
     "garbage": b"\xff" * 4096,
     "half a beginning": begin()[:20],
-    "a beginning without cells": begin()[:40],
-    "no cells": encode_begin(Operation.WRITE, msgspec.structs.replace(GRANT, cells=()), 1, 1.0),
-    "four billion cells": PREFIX.pack(Kind.BEGIN, Operation.WRITE, 1, 2**32 - 1, 5) + bytes(24),
+    "a beginning without cells": begin()[:44],
+    "a first batch of nothing": begin(num_first=0),
+    "a first batch too large": begin(num_first=MAX_SEGMENTS + 1) + bytes(1 << 17),
+    "a first batch of four billion": begin(num_first=2**32 - 1) + bytes(4096),
+    "a first batch of no batch": begin(0),
+    "another first batch": begin(num_first=2) + batch((0, 64), (64, 64))[:32] + b"\x11" * 96,
+    "no cells": encode_begin(
+        Operation.WRITE, msgspec.structs.replace(GRANT, cells=()), 1.0, num_batches=1, num_first=1
+    ),
+    "four billion cells": PREFIX.pack(Kind.BEGIN, Operation.WRITE, 1, 2**32 - 1, 5) + bytes(28),
     "unknown operation": PREFIX.pack(Kind.BEGIN, 9, 1, 2, 5) + bytes(32),
     "a batch first": batch((0, 64)) + b"\x11" * 64,
     "no batch": begin() + b"\x11" * 16,
     "an empty batch": begin() + encode_batch(0, 0),
-    "too many pieces": begin() + encode_batch(MAX_SEGMENTS + 1, 64) + bytes(16 * (MAX_SEGMENTS + 1)),
-    "four billion pieces": begin() + encode_batch(2**32 - 1, 64) + b"\x11" * 4096,
-    "half a table": begin() + batch((0, 64), (64, 64))[:-8],
+    "too many pieces, later": begin(2)
+    + batch((0, 1))
+    + b"\xee"
+    + encode_batch(MAX_SEGMENTS + 1, 64)
+    + bytes(16 * (MAX_SEGMENTS + 1)),
+    "four billion pieces, later": begin(2) + batch((0, 1)) + b"\xee" + encode_batch(2**32 - 1, 64) + b"\x11" * 4096,
+    "half a table": begin(num_first=2) + batch((0, 64), (64, 64))[:-8],
     "beyond the end": begin() + batch((LENGTH - 63, 64)) + b"\x11" * 64,
-    "beyond the end, second": begin() + batch((0, 64), (LENGTH, 1)) + b"\x11" * 65,
+    "beyond the end, second": begin(num_first=2) + batch((0, 64), (LENGTH, 1)) + b"\x11" * 65,
     "wraps around": begin() + batch((2**64 - 64, 128)) + b"\x11" * 128,
     "wraps around by length": begin() + batch((64, 2**64 - 32)) + b"\x11" * 64,
     "larger than memory": begin() + batch((0, 2**63)) + b"\x11" * 64,
@@ -192,7 +205,7 @@ def test_what_is_no_transfer_ends_the_connection(world: World, data: bytes) -> N
 
 def test_mutated_transfers_never_land_outside_their_grant(world: World) -> None:
     """A sound transfer with some of its bytes changed either is refused or lands its bytes within the region, and all is well after."""
-    sound = begin(2) + batch((0, 64), (128, 64)) + b"\x11" * 128 + batch((256, 16)) + b"\x11" * 16
+    sound = begin(2, num_first=2) + batch((0, 64), (128, 64)) + b"\x11" * 128 + batch((256, 16)) + b"\x11" * 16
     dice = random.Random(7)
     for _ in range(150):
         data = bytearray(sound)
@@ -239,8 +252,7 @@ def test_a_caller_who_does_not_listen_is_given_up(world: World) -> None:
         length=region.descriptor.length,
     )
     with world.greeted() as deaf:
-        cells = np.array(GRANT.cells, "<u4").tobytes()
-        deaf.sendall(encode_begin(Operation.READ, GRANT, 1, 0.02) + cells + batch((0, 8 << 20)))
+        deaf.sendall(begin(timeout_s=0.02, operation=Operation.READ) + batch((0, 8 << 20)))
         while world.plane.server.num_callers:
             assert deaf.fileno() >= 0
     region.close()

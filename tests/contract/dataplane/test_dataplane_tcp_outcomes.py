@@ -14,6 +14,7 @@ from common.dataplane import tcp_transfer
 from common.dataplane.port import DataPlaneError, Outcome, TransferResult, WriteGrant
 from common.dataplane.tcp import TcpDataPlane
 from common.dataplane.tcp_channel import UNREACHABLE_S, Channel
+from common.dataplane.tcp_wire import GRANT as GRANT_HEAD
 from common.dataplane.tcp_wire import HELLO, PREFIX, Status, decode_hello, encode_answer, encode_data, hello_length
 from common.layout.run import Run
 from contracts.dataplane import RegionDescriptor
@@ -23,7 +24,7 @@ LENGTH = 32 << 20
 GRANT = WriteGrant(lock_cell=0, cells=(0,), generation=1, secret=bytes(16))
 SMALL = Run(local_offset=0, remote_offset=0, length=64)
 WHOLE = Run(local_offset=0, remote_offset=0, length=LENGTH)
-HEAD_BYTES = PREFIX.size + 24 + 4 + PREFIX.size + 16
+HEAD_BYTES = PREFIX.size + GRANT_HEAD.size + 4 + PREFIX.size + 16
 """What comes before the bytes of a write of one piece under a grant of one cell, and all of a read."""
 REFUSAL = encode_answer(Status.FAILED, 0, "because")
 
