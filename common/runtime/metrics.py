@@ -5,8 +5,8 @@ and never that of one request. `docs/metrics.md` lists them all.
 """
 
 import re
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -25,6 +25,8 @@ PHASE_BUCKETS: Final = (0.0001, 0.00025, 0.0005, *LATENCY_BUCKETS, 120.0, 300.0,
 TOKEN_BUCKETS: Final = tuple(float(1 << power) for power in range(18))
 """1 to 131,072 tokens."""
 
+M = TypeVar("M", Counter, Gauge, Histogram)
+
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each of the others, only to say since when
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -41,31 +43,39 @@ class MetricRow(NamedTuple):
 
 
 class Metrics:
-    """The registry of one process. Two of them in one process do not meet."""
+    """The registry of one process. Two of them in one process do not meet.
+
+    Whoever asks for a metric that exists already gets the same one: parts of a service may end and begin again.
+    """
 
     content_type: Final = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._rows: list[MetricRow] = []
+        self._made: dict[str, Counter | Gauge | Histogram] = {}
         ProcessCollector(registry=self._registry)
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         """Count what only grows. The name ends with `_total`."""
         if not name.endswith("_total"):
             raise ValueError(f"{name}: the rule is: the name of a counter ends with _total")
-        return Counter(self._described(name, "counter", labels, text), text, labels, registry=self._registry)
+        full = self._described(name, "counter", labels, text)
+        return self._once(full, lambda: Counter(full, text, labels, registry=self._registry), Counter)
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         """Show what goes up and down."""
-        return Gauge(self._described(name, "gauge", labels, text), text, labels, registry=self._registry)
+        full = self._described(name, "gauge", labels, text)
+        return self._once(full, lambda: Gauge(full, text, labels, registry=self._registry), Gauge)
 
     def histogram(
         self, name: str, text: str, labels: Sequence[str] = (), buckets: Sequence[float] = LATENCY_BUCKETS
     ) -> Histogram:
         """Show how something is spread, seconds by default."""
         full = self._described(name, "histogram", labels, text)
-        return Histogram(full, text, labels, buckets=buckets, registry=self._registry)
+        return self._once(
+            full, lambda: Histogram(full, text, labels, buckets=buckets, registry=self._registry), Histogram
+        )
 
     @property
     def described(self) -> tuple[MetricRow, ...]:
@@ -76,8 +86,21 @@ class Metrics:
         full = _full(name)
         if not text:
             raise ValueError(f"{name}: the rule is: a metric has a text that says what it means")
-        self._rows.append(MetricRow(full, kind, tuple(labels), text))
+        row = MetricRow(full, kind, tuple(labels), text)
+        if full not in self._made:
+            self._rows.append(row)
+        elif row not in self._rows:
+            raise ValueError(f"{name}: the rule is: whoever asks for a metric again describes it as before")
         return full
+
+    def _once(self, full: str, make: Callable[[], M], kind: type[M]) -> M:
+        """Make a metric, or return the one that was made before."""
+        if full not in self._made:
+            self._made[full] = make()
+        made = self._made[full]
+        if not isinstance(made, kind):
+            raise TypeError(f"{full} is no {kind.__name__}")
+        return made
 
     def exposition(self) -> bytes:
         """Everything, as the body of an answer of `content_type`."""

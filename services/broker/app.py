@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
+from typing import Final
 
+from common.bus.lease import Lease, LeaseValue
 from common.bus.measurement import BusMetrics
 from common.bus.nats import NatsBus
 from common.bus.port import Bus
 from common.bus.refusals import Refusals
-from common.bus.storage import EVENTS_CONFIG
+from common.bus.storage import EVENTS_CONFIG, LEASE_TTL_S, LEASES_CONFIG
 from common.runtime.admin import AdminRoutes, AdminServer
 from common.runtime.clock import Clock, SystemClock
 from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
 from common.runtime.logging import configure_logging
 from common.runtime.metrics import Metrics
 from common.runtime.settings import SettingsError, load_from_arguments
+from contracts import subjects
 from services.broker.calls import Calls
 from services.broker.edges import BrokerEdges
+from services.broker.leadership import Leadership
 from services.broker.plans import Offload, Plans
 from services.broker.records import Records
 from services.broker.service import Broker
 from services.broker.settings import BrokerSettings
+
+_START_BYTES: Final = 8
 
 
 async def open_broker(
@@ -32,9 +39,13 @@ async def open_broker(
     log: Log,
     metrics: Metrics,
     group: asyncio.TaskGroup,
+    fence: int = 1,
     offload: Offload = asyncio.to_thread,
 ) -> tuple[Broker, BrokerEdges]:
-    """A broker at work on `bus`, ready to be asked. Tests call this with fakes. Raises `BusError`."""
+    """A broker at work on `bus`, ready to be asked. Tests call this with fakes. Raises `BusError`.
+
+    `fence` numbers its term of leadership: workers obey none that is lower than the highest they have seen.
+    """
     await bus.ensure_stream(EVENTS_CONFIG)
     records = Records(bus, clock, ttl_s=settings.record_ttl_s, timeout_s=settings.store_timeout_s)
     await records.open()
@@ -50,12 +61,43 @@ async def open_broker(
         records=records,
         plans=plans,
         calls=calls,
+        fence=fence,
     )
     await broker.recover()
     refusals = Refusals(log, clock, metrics)
     edges = BrokerEdges(broker, bus, group, log, refusals, partition=settings.partition)
     await edges.open()
     return broker, edges
+
+
+def make_leadership(
+    settings: BrokerSettings,
+    *,
+    bus: Bus,
+    clock: Clock,
+    log: Log,
+    metrics: Metrics,
+    offload: Offload = asyncio.to_thread,
+) -> Leadership:
+    """Who lets a broker work on `bus` while it holds the lease of its partition. Tests call this with fakes."""
+
+    async def open_lease() -> Lease:
+        return Lease(
+            await bus.ensure_bucket(LEASES_CONFIG),
+            clock,
+            log,
+            key=subjects.broker_lease(settings.partition),
+            value=LeaseValue(holder=settings.broker_id, start=secrets.token_hex(_START_BYTES)),
+            ttl_s=LEASE_TTL_S,
+        )
+
+    async def open_term(group: asyncio.TaskGroup, fence: int) -> Broker:
+        broker, _ = await open_broker(
+            settings, bus=bus, clock=clock, log=log, metrics=metrics, group=group, fence=fence, offload=offload
+        )
+        return broker
+
+    return Leadership(open_lease, open_term, clock, log, metrics)
 
 
 def run_broker(argv: list[str]) -> int:
@@ -86,13 +128,17 @@ async def _start(settings: BrokerSettings, lifecycle: Lifecycle, log: Log) -> No
         observer=BusMetrics(metrics),
     )
     lifecycle.on_close("bus", bus.close)
+    leadership = make_leadership(settings, bus=bus, clock=clock, log=log, metrics=metrics)
     routes = AdminRoutes(
-        state=lambda: lifecycle.state, metrics=metrics, ready={"bus_connected": lambda: bus.is_connected}
+        state=lambda: lifecycle.state,
+        metrics=metrics,
+        ready={"bus_connected": lambda: bus.is_connected, "leads": lambda: leadership.broker is not None},
     )
     admin = AdminServer(routes, port=settings.admin_port)
     lifecycle.on_close("admin", admin.close)
     log.info("admin_port_opened", port=await admin.start())
-    broker, edges = await open_broker(settings, bus=bus, clock=clock, log=log, metrics=metrics, group=lifecycle.tasks)
-    lifecycle.on_close("edges", edges.close)
-    lifecycle.on_drain("handoffs", broker.drain)
+    lifecycle.on_close("lease", leadership.release)
+    lifecycle.tasks.create_task(leadership.run(), name="leadership")
+    await leadership.wait_settled()
+    lifecycle.on_drain("handoffs", leadership.drain)
     lifecycle.on_drain("events", bus.flush_events)

@@ -67,6 +67,7 @@ class Broker:
         records: Records,
         plans: Plans,
         calls: Calls,
+        fence: int,
     ) -> None:
         self._settings = settings
         self.metrics = metrics
@@ -75,7 +76,11 @@ class Broker:
         self._log = log
         self._plans = plans
         self._records = records
-        self._policy = Policy(tombstone_margin_ms=settings.tombstone_margin_ms, parts_query_ms=settings.parts_query_ms)
+        self._policy = Policy(
+            fence=fence,
+            tombstone_margin_ms=settings.tombstone_margin_ms,
+            parts_query_ms=settings.parts_query_ms,
+        )
         self._live: dict[str, Live] = {}
         self._ended: deque[tuple[float, str]] = deque()
         self._idle = asyncio.Event()

@@ -7,9 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from common.bus.measurement import BusMetrics
 from common.bus.memory import MemoryServer
 from common.runtime.metrics import MetricRow, Metrics
+from services.broker.app import make_leadership
+from services.broker.settings import BrokerSettings
 from services.mixed.service import MixedService
 from tests.integration.broker_world import World, in_world
 from tests.integration.router_world import router_world
@@ -45,7 +49,10 @@ def registries() -> dict[str, Metrics]:
             async with router_world(Path(folder)) as world:
                 found["router"] = world.metrics
 
-    async def broker(world: World, _server: MemoryServer) -> None:
+    async def broker(world: World, server: MemoryServer) -> None:
+        make_leadership(
+            BrokerSettings(), bus=server.connect(), clock=world.clock, log=structlog.get_logger(), metrics=world.metrics
+        )
         found["broker"] = world.metrics
 
     async def workers(mesh: Mesh) -> None:

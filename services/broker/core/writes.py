@@ -30,7 +30,8 @@ def pump(turn: Turn) -> None:
             turn.effects.append(StoreRecord(write=write, record=wanted, last=handoff.revision or None))
     handoff = turn.handoff
     if handoff.terminal and handoff.writing is None and handoff.told <= handoff.settled and not handoff.forgotten:
-        turn.set(forgotten=True)
+        # What is kept of it answers repetitions; the ledger is most of its memory, and nothing asks for it any more.
+        turn.set(forgotten=True, ledger=None)
         turn.effects.append(Forget())
 
 
