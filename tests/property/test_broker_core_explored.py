@@ -209,6 +209,7 @@ def check(before: Handoff, world: World) -> None:
     handoff = world.handoff
     assert world.told == handoff.told
     assert handoff.terminal or not handoff.forgotten, "made way for nobody"
+    assert handoff.ledger is None or not handoff.forgotten, "what is over keeps no ledger"
     assert world.num_router_answers <= 1
     assert world.num_submit_answers <= 1
     assert world.num_forgets <= 1
