@@ -4,6 +4,7 @@ Which hazard is tested where: see the table in `test_bus_hazards.py`.
 """
 
 import asyncio
+import itertools
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -23,16 +24,15 @@ from tests.contract.bus_proxy import proxied
 from tests.contract.bus_world import PATIENCE_S, open_nats, soon
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTITION = 77
-PING = subjects.broker_rpc(BrokerVerb.PING, PARTITION)
+_partitions = itertools.count(700)
 
 
 @asynccontextmanager
-async def broker_process(url: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def broker_process(url: str, partition: int) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a broker as users do; whatever happens, it is gone afterwards."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.broker", "--set", f"nats_url={url}", "--set", f"partition={PARTITION}"),
+        *("-m", "services.broker", "--set", f"nats_url={url}", "--set", f"partition={partition}"),
         cwd=ROOT,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -44,24 +44,25 @@ async def broker_process(url: str) -> AsyncIterator[asyncio.subprocess.Process]:
         await process.communicate()
 
 
-async def until_it_answers(bus: Bus) -> Pong:
+async def until_it_answers(bus: Bus, ping: str) -> Pong:
     """Ask the broker until it is there."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
-                return decode((await bus.request(PING, encode(Ping()), timeout=1.0)).data, Pong)
+                return decode((await bus.request(ping, encode(Ping()), timeout=1.0)).data, Pong)
             except BusError:
                 await asyncio.sleep(0.05)
 
 
 async def test_a_service_whose_connection_is_closed_for_good_ends_with_an_error(nats_server: NatsServer) -> None:
     """Hazard 5: the library gives up on a protocol error and never comes back. The process says why, and exits with 1."""
+    partition = next(_partitions)
     async with (
         proxied(nats_server.url) as line,
         open_nats(nats_server.url) as bus,
-        broker_process(line.url) as process,
+        broker_process(line.url, partition) as process,
     ):
-        await until_it_answers(bus)
+        await until_it_answers(bus, subjects.broker_rpc(BrokerVerb.PING, partition))
         assert line.tell_clients(b"-ERR 'Invalid Client Protocol'\r\n") == 1
         _, log = await soon(process.communicate())
         assert process.returncode == 1
@@ -71,15 +72,17 @@ async def test_a_service_whose_connection_is_closed_for_good_ends_with_an_error(
 
 async def test_a_killed_peer_is_told_by_the_lack_of_responders(nats_server: NatsServer) -> None:
     """Hazard 15: no timeout is waited for once the server has seen the process go."""
-    async with open_nats(nats_server.url) as bus, broker_process(nats_server.url) as process:
-        await until_it_answers(bus)
+    partition = next(_partitions)  # of its own: nobody has to wait for the lease of a broker that was ended by force
+    ping = subjects.broker_rpc(BrokerVerb.PING, partition)
+    async with open_nats(nats_server.url) as bus, broker_process(nats_server.url, partition) as process:
+        await until_it_answers(bus, ping)
         process.kill()
         await soon(process.wait())
 
         async def until_nobody_responds() -> None:
             while True:
                 try:
-                    await bus.request(PING, encode(Ping()), timeout=0.5)  # the server may not have seen it yet
+                    await bus.request(ping, encode(Ping()), timeout=0.5)  # the server may not have seen it yet
                 except NoResponders:
                     return
                 except BusError:
@@ -87,7 +90,7 @@ async def test_a_killed_peer_is_told_by_the_lack_of_responders(nats_server: Nats
 
         await soon(until_nobody_responds())
         with pytest.raises(NoResponders):
-            await soon(bus.request(PING, encode(Ping()), timeout=3600))
+            await soon(bus.request(ping, encode(Ping()), timeout=3600))
 
 
 def test_every_service_ends_when_its_connection_is_closed_for_good() -> None:

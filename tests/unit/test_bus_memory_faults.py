@@ -141,7 +141,7 @@ def test_an_unanswered_write_is_done_and_a_lost_one_is_not() -> None:
         server = MemoryServer(clock, faults=SeededFaults(random.Random(0), answer_loss=1.0))
         bucket = await server.connect().ensure_bucket(BucketConfig(name="B"))
         for answer_loss, store_loss, expected in ((1.0, 0.0, Entry("k", b"1", 1)), (0.0, 1.0, None)):
-            server.buckets["B"].wipe("again")
+            server.buckets["B"].wipe(7)
             server.faults = SeededFaults(random.Random(0), answer_loss=answer_loss, store_loss=store_loss)
             with pytest.raises(BusTimeout):
                 await bucket.create("k", b"1")
