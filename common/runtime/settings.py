@@ -18,6 +18,7 @@ from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from common.runtime.setting_values import read_json, read_text, shown
 from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -31,8 +32,6 @@ CONFIG_VARIABLE: Final = "PD_CONFIG"
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 """What every service's `log_level` may be: lines below it are left out."""
-
-_SECRET_SUFFIXES: Final = ("password", "token", "secret")
 
 
 class SettingsProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +63,7 @@ class Loaded(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     def dump(self) -> dict[str, dict[str, Any]]:
         """Return every key with its `value` (secrets and URL passwords hidden) and its `source`."""
         return {
-            key: {"value": _shown(key, getattr(self.value, key)), "source": source}
+            key: {"value": shown(key, getattr(self.value, key)), "source": source}
             for key, source in self.sources.items()
         }
 
@@ -249,7 +248,7 @@ class _Reader:
             except SettingsError as error:
                 self._problems += error.problems
             except InvalidValueError as error:
-                self._problem(error.field, str(_shown(error.field, error.value)), error.rule_text)
+                self._problem(error.field, str(shown(error.field, error.value)), error.rule_text)
             except ValueError as error:
                 self._problem(self._struct.__name__, "(together)", str(error))
         raise SettingsError(self._problems)
@@ -258,46 +257,18 @@ class _Reader:
         field = self._fields.get(key)
         if field is None:
             if not (shared and key in self._elsewhere):
-                self._problems.append(_unknown(label, _shown(key, value), key, self._fields))
+                self._problems.append(_unknown(label, shown(key, value), key, self._fields))
             return
         try:
-            self._values[key] = _parse_text(value, field.type) if text else _convert(value, field.type, strict=True)
-        except (msgspec.ValidationError, ValueError) as error:
+            self._values[key] = read_text(value, field.type) if text else read_json(value, field.type)
+        except ValueError as error:
             self._broken.add(key)
-            self._problem(label, str(_shown(key, value)), str(error))
+            self._problem(label, str(shown(key, value)), str(error))
         else:
             self._sources[key] = source
 
     def _problem(self, key: str, value: str, rule: str) -> None:
         self._problems.append(SettingsProblem(key=key, value=value, rule=rule))
-
-
-def _parse_text(text: str, kind: Any) -> Any:
-    """Read text as the field's type: 0/1/true/false for a bool, JSON or a comma list for what holds several values."""
-    stripped = text.strip()
-    try:
-        return _convert(stripped, kind, strict=False)
-    except msgspec.ValidationError as as_scalar:
-        if stripped[:1] in ("[", "{"):
-            try:
-                value = json.loads(stripped)
-            except ValueError as error:
-                raise ValueError(f"not JSON: {error}") from error
-            return _convert(value, kind, strict=False)
-        try:
-            return _convert([part.strip() for part in stripped.split(",") if part.strip()], kind, strict=False)
-        except msgspec.ValidationError:
-            raise as_scalar from None
-
-
-def _convert(value: Any, kind: Any, *, strict: bool) -> Any:
-    return msgspec.convert(value, kind, strict=strict, dec_hook=_decode_other)
-
-
-def _decode_other(kind: type, value: Any) -> Any:
-    if kind is Path and isinstance(value, str) and value:
-        return Path(value)
-    raise ValueError(f"expected a {kind.__name__}")
 
 
 def _unknown(label: str, value: Any, key: str, known: Iterable[str], what: str = "setting") -> SettingsProblem:
@@ -308,12 +279,3 @@ def _unknown(label: str, value: Any, key: str, known: Iterable[str], what: str =
 
 def _bad_override(text: str) -> SettingsProblem:
     return SettingsProblem(key="--set", value=repr(text), rule="it is key=value or role.key=value")
-
-
-def _shown(key: str, value: Any) -> Any:
-    if key.endswith(_SECRET_SUFFIXES) and value:
-        return "***"
-    if isinstance(value, str) and "://" in value and "@" in value:
-        scheme, _, rest = value.partition("://")
-        return f"{scheme}://***@{rest.rpartition('@')[2]}"
-    return str(value) if isinstance(value, Path) else value

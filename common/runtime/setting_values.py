@@ -1,0 +1,92 @@
+"""The value of one setting: read from text or JSON as its field's type, and shown again without secrets."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+_SECRET_SUFFIXES: Final = ("password", "token", "secret")
+_BAD_CHOICE: Final = "Invalid enum value"
+
+
+def read_text(text: str, kind: Any) -> Any:
+    """Read text as `kind`: 0/1/true/false for a bool, JSON or a comma list for what holds several values.
+
+    Raises `ValueError` whose text is the rule that is broken.
+    """
+    stripped = text.strip()
+    try:
+        return _convert(stripped, kind, strict=False)
+    except msgspec.ValidationError as as_scalar:
+        if stripped[:1] in ("[", "{"):
+            try:
+                value = json.loads(stripped)
+            except ValueError as error:
+                raise ValueError(f"not JSON: {error}") from error
+            return _checked(value, kind, strict=False)
+        try:
+            return _convert([part.strip() for part in stripped.split(",") if part.strip()], kind, strict=False)
+        except msgspec.ValidationError as as_list:
+            told = as_list if str(as_list).startswith(_BAD_CHOICE) else as_scalar
+            raise ValueError(_rule(told, kind)) from None
+
+
+def read_json(value: Any, kind: Any) -> Any:
+    """Take a value of a JSON document as `kind`. Raises `ValueError` whose text is the rule that is broken."""
+    return _checked(value, kind, strict=True)
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """The values that a setting of type `kind` may have, or each item of one; empty where they cannot be counted."""
+    return tuple(str(value) for value in _choices(msgspec.inspect.type_info(kind)))
+
+
+def shown(key: str, value: Any) -> Any:
+    """The value as people may see it: without secrets and passwords, a path as text."""
+    if key.endswith(_SECRET_SUFFIXES) and value:
+        return "***"
+    if isinstance(value, str) and "://" in value and "@" in value:
+        scheme, _, rest = value.partition("://")
+        return f"{scheme}://***@{rest.rpartition('@')[2]}"
+    return str(value) if isinstance(value, Path) else value
+
+
+def _checked(value: Any, kind: Any, *, strict: bool) -> Any:
+    try:
+        return _convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ValueError(_rule(error, kind)) from None
+
+
+def _convert(value: Any, kind: Any, *, strict: bool) -> Any:
+    return msgspec.convert(value, kind, strict=strict, dec_hook=_decode_other)
+
+
+def _rule(error: msgspec.ValidationError, kind: Any) -> str:
+    """What is broken, in words; for a choice also what there is to choose from, which msgspec leaves out."""
+    problem = str(error)
+    allowed = choices(kind)
+    return f"one of {', '.join(allowed)}" if allowed and problem.startswith(_BAD_CHOICE) else problem
+
+
+def _choices(kind: msgspec.inspect.Type) -> Iterator[Any]:
+    match kind:
+        case msgspec.inspect.EnumType(cls=enum):
+            yield from (member.value for member in enum)
+        case msgspec.inspect.LiteralType(values=values):
+            yield from values
+        case msgspec.inspect.Metadata(type=inner) | msgspec.inspect.VarTupleType(item_type=inner):
+            yield from _choices(inner)
+        case msgspec.inspect.UnionType(types=members):
+            for member in members:
+                yield from _choices(member)
+        case _:
+            return
+
+
+def _decode_other(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str) and value:
+        return Path(value)
+    raise ValueError(f"expected a {kind.__name__}")

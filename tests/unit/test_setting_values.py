@@ -1,0 +1,62 @@
+"""One setting's value: what a wrong choice is told, and which choices a type has."""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+
+from common.runtime.setting_values import choices, read_json, read_text
+from common.runtime.settings import SettingsError, load
+from common.worker.settings import WorkerSettings
+
+
+class Shade(StrEnum):
+    """Two choices, in an order that is not the alphabet's."""
+
+    LIGHT = "light"
+    DARK = "dark"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Shade, "one of light, dark"),
+        (Literal["b", "a"], "one of a, b"),
+        (Shade | None, "one of light, dark"),
+        (Annotated[Shade, msgspec.Meta(description="how bright")], "one of light, dark"),
+        (tuple[Shade, ...], "one of light, dark"),
+    ],
+)
+def test_a_wrong_choice_is_told_the_choices(kind: Any, expected: str) -> None:
+    """The rule names every value that is allowed, whether the value came as text or from a JSON file."""
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        read_text("loud", kind)
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        read_json(["loud"] if kind == tuple[Shade, ...] else "loud", kind)
+
+
+def test_what_is_no_choice_keeps_its_own_rule() -> None:
+    """Types and bounds are told as before, and such a type has no choices."""
+    with pytest.raises(ValueError, match=">= 1"):
+        read_text("0", Annotated[int, msgspec.Meta(ge=1)])
+    with pytest.raises(ValueError, match="Expected `str`"):
+        read_json(1, Shade)
+    assert choices(int) == choices(str | None) == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("transport=udp", "one of shm, tcp"),
+        ("engine=gpu", "one of ranks, fake"),
+        ("collectives=nccl", "one of shared_memory, gloo, threads"),
+        ("log_level=loud", "one of debug, error, info, warning"),
+    ],
+)
+def test_every_choice_of_a_worker_names_its_values(spec: str, expected: str) -> None:
+    """A SPEC with a wrong choice is refused with field, value and what there is to choose from."""
+    with pytest.raises(SettingsError) as error:
+        load(WorkerSettings, role="decode", spec=f"worker_id=decode-0,model=tiny,{spec}", environ={})
+    key, _, value = spec.partition("=")
+    assert [(each.key, each.value, each.rule) for each in error.value.problems] == [(key, value, expected)]
