@@ -186,6 +186,25 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_rest(tmp_path: Path) 
         }
 
 
+async def all_in_one_frame(mesh: Mesh, submit: SubmitRequest) -> None:
+    """The whole answer with its end, for a reason of the worker's own."""
+    tokens = mesh.answer
+    await mesh.send(submit, 0, tokens, final=True, num_tokens=len(tokens), finish_reason=FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("stop", ["rld! It", ANSWER[-3:]], ids=["inside", "at the very end"])
+async def test_a_stop_string_in_the_last_frame_is_the_reason(tmp_path: Path, stop: str) -> None:
+    """The worker ended for its length, but the text that is shown ends at the stop string; the worker is owed no cancel."""
+    ask = {"model": "tiny", "prompt": "hello", "stop": [stop]}
+    async with router_world(tmp_path) as world:
+        world.mesh.scripts = [all_in_one_frame, all_in_one_frame]
+        _, whole, _ = await world.post("/v1/completions", ask)
+        *chunks, _ = await world.events("/v1/completions", ask)
+        for choice in (whole["choices"][0], chunks[-1]["choices"][0]):
+            assert (choice["text"], choice["finish_reason"]) == (ANSWER[: ANSWER.index(stop)], "stop")
+        assert not world.mesh.cancels
+
+
 async def out_of_order(mesh: Mesh, submit: SubmitRequest) -> None:
     """Frames late, twice, overlapping, and of an attempt that is over."""
     tokens = list(mesh.answer)
