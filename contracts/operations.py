@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from contracts import events, handoff, links, requests, workers
+from contracts import events, handoff, leases, links, requests, workers
 from contracts.codec import Versioned
 from contracts.subjects import TABLE, BrokerVerb, SubjectRow, WorkerVerb
 from contracts.workers import WorkerRole
@@ -199,6 +199,14 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         receivers=_BROKER,
         messages=(handoff.HandoffRecord,),
         key="{handoff}",
+    ),
+    Operation(
+        name="keep_lease",
+        row="who leads",
+        senders=_BROKER,
+        receivers=_BROKER,
+        messages=(leases.LeaseValue,),
+        key="broker.{partition}",
     ),
 )
 

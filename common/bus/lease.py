@@ -11,24 +11,17 @@ fence decides.
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
-
 from common.bus.errors import BusError, BusTimeout, BusUnavailable, RevisionConflict
 from common.bus.lease_term import Term, fence_of
 from common.bus.port import Bucket
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
+from contracts.codec import encode
+from contracts.leases import LeaseValue
 
 _POLL_SHARE: Final = 0.1
 _RETRY_SHARE: Final = 0.05
 _TRY_SHARE: Final = 0.15
-
-
-class LeaseValue(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bucket shows of the holder. `start` names one start of one process, so that nobody takes another's for his."""
-
-    holder: str
-    start: str
 
 
 class Lease:
@@ -39,7 +32,7 @@ class Lease:
         self._clock = clock
         self._log = log
         self._key = key
-        self._mine = msgspec.json.encode(value)
+        self._mine = encode(value)
         self._ttl_s = ttl_s
         self._term: Term | None = None
 

@@ -7,7 +7,7 @@ import secrets
 import sys
 from typing import Final
 
-from common.bus.lease import Lease, LeaseValue
+from common.bus.lease import Lease
 from common.bus.measurement import BusMetrics
 from common.bus.nats import NatsBus
 from common.bus.port import Bus
@@ -20,6 +20,7 @@ from common.runtime.logging import configure_logging
 from common.runtime.metrics import Metrics
 from common.runtime.settings import SettingsError, load_from_arguments
 from contracts import subjects
+from contracts.leases import LeaseValue
 from services.broker.calls import Calls
 from services.broker.edges import BrokerEdges
 from services.broker.leadership import Leadership

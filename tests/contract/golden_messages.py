@@ -10,7 +10,7 @@ from typing import Final, get_args
 
 import msgspec
 
-from contracts import codec, events, handoff, links, rank, requests, workers
+from contracts import codec, events, handoff, leases, links, rank, requests, workers
 from contracts.codec import Versioned
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import ErrorCode, ErrorInfo
@@ -30,7 +30,7 @@ from contracts.manifest import (
 from contracts.trace import TraceContext
 
 FOLDER: Final = Path(__file__).parent / "golden"
-MODULES: Final = (events, handoff, links, requests, workers)
+MODULES: Final = (events, handoff, leases, links, requests, workers)
 
 ERROR: Final = ErrorInfo(code=ErrorCode.OVERLOADED, message="no room", param="max_tokens")
 SAMPLING: Final = requests.SamplingParams(
@@ -253,6 +253,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         max_sequence_tokens=1024,
         load=workers.WorkerLoad(num_free_blocks=60, num_free_slots=7, num_waiting=1, num_running=2),
     ),
+    leases.LeaseValue(holder="broker-0", start="0123abcd"),
     workers.DescribeWorker(rank=1),
     workers.WorkerDescription(worker_id="decode-0", incarnation="i0b", num_ranks=4, manifest=MANIFEST, region=REGION),
     workers.DescribeRefused(error=ERROR),

@@ -7,10 +7,11 @@ import asyncio
 import itertools
 from unittest.mock import Mock
 
-from common.bus.lease import Lease, LeaseValue
+from common.bus.lease import Lease
 from common.bus.port import BucketConfig, Bus
 from common.bus.server import NatsServer
 from common.runtime.clock import SystemClock
+from contracts.leases import LeaseValue
 from tests.contract.bus_world import NatsWorld, soon, until, value_of
 
 TTL_S = 2.0

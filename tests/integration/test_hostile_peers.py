@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 from msgspec.structs import replace
 
-from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG, handoffs_config
+from common.bus.storage import LEASES_CONFIG, LINKS_CONFIG, WORKERS_CONFIG, handoffs_config
 from common.schemas.asyncapi import address
 from contracts import subjects
 from contracts.codec import decode, encode
@@ -38,6 +38,7 @@ KEPT: Final = [each for each in OPERATIONS if each.receivers and each.key]
 BUCKETS: Final = {
     "workers": WORKERS_CONFIG,
     "links": LINKS_CONFIG,
+    "who leads": LEASES_CONFIG,
     "handoff state": handoffs_config(BrokerSettings().record_ttl_s),
 }
 
@@ -139,6 +140,7 @@ async def test_records_of_a_stranger_are_passed_over(tmp_path: Path, network: st
             "workers": ("stranger-0", "decode-0"),
             "links": ("x.y", "prefill-0.decode-0"),
             "handoff state": ("x-0",),
+            "who leads": ("broker.9",),
         }
         sent = 0
 

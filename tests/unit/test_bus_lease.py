@@ -8,12 +8,13 @@ import pytest
 
 from common.bus.errors import BusTimeout
 from common.bus.faults import SeededFaults
-from common.bus.lease import Lease, LeaseValue
+from common.bus.lease import Lease
 from common.bus.lease_term import Term, fence_of
 from common.bus.memory import MemoryServer
 from common.bus.port import Bucket, BucketConfig
 from common.runtime.clock import Clock
 from common.runtime.virtual_time import VirtualClock, run_virtual
+from contracts.leases import LeaseValue
 
 TTL_S = 10.0
 CONFIG = BucketConfig(name="LEASES", ttl_s=TTL_S)
