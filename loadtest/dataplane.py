@@ -12,7 +12,8 @@ from loadtest.dataplane_case import Case, shown_bytes
 from loadtest.dataplane_ends import Method, TransferFailed
 from loadtest.dataplane_figures import LATENCY_BYTES, CaseFigures, Turn, figures_of, report_dataplane
 from loadtest.dataplane_mooncake import why_not
-from loadtest.dataplane_process import DestinationProcess, Process, Remote, SourceProcess, shared_folder
+from loadtest.dataplane_process import DestinationProcess, SourceProcess, shared_folder
+from loadtest.remote_process import Process, Remote
 from loadtest.report import Report
 from loadtest.rounds import orders
 from loadtest.settings import DataPlaneSettings

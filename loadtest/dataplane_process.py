@@ -1,28 +1,20 @@
-"""The processes of a data-plane measurement: one that receives, and one for each source. They do what they are asked over a pipe.
-
-A process ends when its pipe does, so none outlives the load test, however that ends.
-"""
+"""What lives in the processes of a data-plane measurement: one that receives, and one for each source."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
 import resource
-import signal
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, assert_never
+from typing import Any, Final, assert_never
 
 from common.dataplane.port import DataPlane, Region
 from common.dataplane.shm import ShmDataPlane
 from common.dataplane.tcp import TcpDataPlane
 from common.runtime.clock import SystemClock
-from contracts.errors import PdmeshError
 from loadtest.dataplane_case import Case, Positions, pieces_of
 from loadtest.dataplane_ends import (
     LOOPBACK,
@@ -33,7 +25,6 @@ from loadtest.dataplane_ends import (
     PlaneDestination,
     PlaneSource,
     Source,
-    TransferFailed,
 )
 from loadtest.dataplane_figures import Block
 from loadtest.dataplane_mooncake import MooncakeEnd, MooncakeSource
@@ -41,8 +32,6 @@ from loadtest.dataplane_socket import SocketDestination, SocketSource
 
 _OWN_MEMORY: Final = (Method.SHM, Method.TCP)
 _TILE_BYTES: Final = (1 << 20) + 4096
-_ANSWER_S: Final = 120.0
-_JOIN_S: Final = 10.0
 _clock: Final = SystemClock()
 
 
@@ -144,7 +133,6 @@ class SourceProcess:
         end = self._ends[method]
         sends = [end.prepare(case.runs(self.place(method, case)), case.nbytes) for _ in range(count)]
         took_ns: list[int] = []
-        gc.collect()
         cpu_s = _usage()
         began_ns = before_ns = _clock.monotonic_ns()
         for send in sends:
@@ -162,91 +150,9 @@ class SourceProcess:
             plane.close()
 
 
-class Process(Protocol):
-    """A process of the measurement, as the load test uses it."""
-
-    def tell(self, what: str, *arguments: Any) -> None:
-        """Have a method of what lives there called; `hear` gives its answer."""
-        ...
-
-    def hear(self) -> Any:
-        """The answer to what was told. Raises PdmeshError when the process has failed, died or is silent."""
-        ...
-
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """`tell` and `hear`."""
-        ...
-
-
-class Remote:
-    """A `Process` that is one. It ends with the context."""
-
-    def __init__(self, name: str, kind: type[DestinationProcess | SourceProcess], *arguments: Any) -> None:
-        self.name: Final = name
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_live, args=(other, kind, arguments), name=name, daemon=True)
-        self._process.start()
-        other.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pipe.close()
-        self._process.join(_JOIN_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(_JOIN_S)
-
-    def tell(self, what: str, *arguments: Any) -> None:
-        """See `Process.tell`."""
-        self._pipe.send((what, arguments))
-
-    def hear(self) -> Any:
-        """See `Process.hear`."""
-        try:
-            if not self._pipe.poll(_ANSWER_S):
-                raise TransferFailed(f"{self.name} does not answer")
-            good, value = self._pipe.recv()
-        except EOFError as error:
-            raise TransferFailed(f"{self.name} has died") from error
-        if not good:
-            raise TransferFailed(f"{self.name}: {value}")
-        return value
-
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """See `Process.ask`."""
-        self.tell(what, *arguments)
-        return self.hear()
-
-
 def shared_folder(stack: ExitStack) -> str:
     """A folder in which the processes find each other, until `stack` ends."""
     return stack.enter_context(tempfile.TemporaryDirectory(prefix="pdmesh-dataplane-"))
-
-
-def _live(
-    pipe: Connection, kind: Callable[..., DestinationProcess | SourceProcess], arguments: tuple[Any, ...]
-) -> None:
-    """The life of a process: what is made first answers to everything that is asked."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the load test ends its processes itself
-    lives: DestinationProcess | SourceProcess | None = None
-    try:
-        while True:
-            what, given = pipe.recv()
-            try:
-                if lives is None:
-                    lives = kind(*arguments)
-                answer = True, getattr(lives, what)(*given)
-            except (PdmeshError, OSError) as error:
-                answer = False, f"{type(error).__name__}: {error}"
-            pipe.send(answer)
-    except (EOFError, BrokenPipeError):
-        pass  # the load test has ended
-    finally:
-        if lives is not None:
-            lives.close()
 
 
 def _plane(method: Method, folder: str, name: str) -> DataPlane:

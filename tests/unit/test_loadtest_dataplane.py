@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from loadtest.dataplane_case import KIB, MIB, Case, Positions, pieces_of, read_b
 from loadtest.dataplane_ends import Method, TransferFailed
 from loadtest.dataplane_figures import Block, CaseFigures, Turn, figures_of, report_dataplane
 from loadtest.dataplane_process import DestinationProcess, SourceProcess
+from loadtest.remote_process import Remote, RemoteFailed
 from loadtest.report import Machine, Report
 
 _REGION = 64 * KIB
@@ -167,3 +169,32 @@ def test_aims_are_said_apart_from_what_is_right() -> None:
     report.fail("other bytes arrived")
     assert report.text().splitlines()[-1].startswith("1 failure; aims met: 1 of 2")
     assert report.status == 1
+
+
+class _Lives:
+    """What lives in a process of the test's own: it can do something, refuse, and die."""
+
+    def add(self, one: int, other: int) -> int:
+        return one + other
+
+    def refuse(self) -> None:
+        raise TransferFailed("not today")
+
+    def die(self) -> None:
+        os._exit(3)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_a_process_that_fails_or_dies_is_told_of_by_name() -> None:
+    """A refusal says why and the process goes on; a death is an end, whoever notices it."""
+    with Remote("helper", _Lives) as remote:
+        assert remote.ask("add", 2, 3) == 5
+        with pytest.raises(RemoteFailed, match="helper: TransferFailed: not today"):
+            remote.ask("refuse")
+        assert remote.ask("add", 1, 1) == 2
+        with pytest.raises(RemoteFailed, match="helper has died"):
+            remote.ask("die")
+        with pytest.raises(RemoteFailed, match="helper has died"):
+            remote.ask("add", 1, 1)
