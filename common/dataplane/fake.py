@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from common.dataplane.checks import check_grant, check_runs
 from common.dataplane.fake_network import TRANSPORT, FakeNetwork, FakeRegion, Fault, FaultKind, address_of
 from common.dataplane.port import Capabilities, DataPlaneError, Outcome, Region, TransferResult, WriteGrant
+from common.dataplane.waiting import STOPPED
 from common.layout.run import Run
 from contracts.dataplane import DESCRIPTOR_VERSION, RegionDescriptor
 from contracts.errors import InvalidValueError
@@ -160,8 +162,12 @@ class FakeDataPlane:
         self._regions.append(region)
         return region
 
-    def connect(self, descriptor: RegionDescriptor, deadline: float) -> FakeRemoteRegion:
-        """Reach a region of another endpoint."""
+    def connect(
+        self, descriptor: RegionDescriptor, deadline: float, stop: threading.Event | None = None
+    ) -> FakeRemoteRegion:
+        """Reach a region of another endpoint. It never waits."""
+        if stop is not None and stop.is_set():
+            raise DataPlaneError(STOPPED)
         if descriptor.transport != TRANSPORT or descriptor.version != DESCRIPTOR_VERSION:
             raise DataPlaneError(f"descriptor: {descriptor.transport} version {descriptor.version} cannot be reached")
         region = self.network.regions.get(address_of(descriptor))

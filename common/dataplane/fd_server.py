@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import socket
 import stat
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +23,7 @@ import msgspec
 
 from common.dataplane.ofd_lock import reopen
 from common.dataplane.port import DataPlaneError
+from common.dataplane.waiting import wait_for
 
 MAX_CONNECTIONS: Final = 4096
 MAX_MESSAGE_BYTES: Final = 4096
@@ -198,16 +201,20 @@ def remove_dead_sockets(directory: Path) -> None:
                     path.unlink(missing_ok=True)
 
 
-def request_fd(path: str, request: RegionRequest, timeout_s: float) -> tuple[socket.socket, int]:
+def request_fd(
+    path: str, request: RegionRequest, now: Callable[[], float], deadline: float, stop: threading.Event | None = None
+) -> tuple[socket.socket, int]:
     """Ask the server at `path` for a region: the connection, to be kept as a sign of life, and the descriptor; both the caller's.
 
-    Raises `DataPlaneError` when nobody answers within `timeout_s` or the region is not there.
+    Raises `DataPlaneError` when nobody answers by `deadline`, `stop` is set or the region is not there.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.settimeout(max(timeout_s, 0.001))
+        # To connect to a socket of this host, and to send the first message, never waits: a full queue is an error.
+        connection.setblocking(False)
         connection.connect(path)
         connection.send(msgspec.msgpack.encode(request))
+        wait_for(connection, select.POLLIN, now, deadline, stop)
         message, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
         for fd in fds:
             os.set_inheritable(fd, False)
@@ -223,5 +230,4 @@ def request_fd(path: str, request: RegionRequest, timeout_s: float) -> tuple[soc
             os.close(fd)
         connection.close()
         raise DataPlaneError(f"the peer at {path!r} refuses: {reply.error or 'no descriptor came'}")
-    connection.setblocking(False)
     return connection, fds[0]

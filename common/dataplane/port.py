@@ -11,6 +11,7 @@ an adapter that knows it need not look at single runs, and one that does not see
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,6 +24,8 @@ from contracts.handoff import GRANT_SECRET_BYTES
 
 MAX_GENERATION = 2**64 - 1
 """Largest value of a generation cell (u64)."""
+STOP_SLICE_S = 0.05
+"""How often a call that waits for a peer looks whether it was told to stop; what the peer does wakes it at once."""
 SECRET_BYTES = GRANT_SECRET_BYTES
 """Length of a grant's secret, where a transport checks it."""
 
@@ -186,8 +189,14 @@ class DataPlane(Protocol):
         """Allocate a region of `nbytes` zeroed bytes and `num_cells` generation cells, all zero. Raises `DataPlaneError`."""
         ...
 
-    def connect(self, descriptor: RegionDescriptor, deadline: float) -> RemoteRegion:
-        """Reach a peer's region. Raises `DataPlaneError` when it is gone, not ours to read, or not there by `deadline`."""
+    def connect(
+        self, descriptor: RegionDescriptor, deadline: float, stop: threading.Event | None = None
+    ) -> RemoteRegion:
+        """Reach a peer's region. Raises `DataPlaneError` when it is gone, not ours to read, or not there by `deadline`.
+
+        May be called by several threads at once. Once another thread sets `stop`, the call gives up within `STOP_SLICE_S`, however
+        silent the peer; what was opened is closed. Only the look-up of a host's name cannot be interrupted.
+        """
         ...
 
     def close(self) -> None:

@@ -73,7 +73,9 @@ class ShmDataPlane:
             self._regions.append(region)
             return region
 
-    def connect(self, descriptor: RegionDescriptor, deadline: float) -> ShmRemoteRegion:
+    def connect(
+        self, descriptor: RegionDescriptor, deadline: float, stop: threading.Event | None = None
+    ) -> ShmRemoteRegion:
         """Map a peer's region."""
         from common.dataplane.shm_remote import ShmRemoteRegion  # with numpy: only for those that move caches
 
@@ -92,7 +94,7 @@ class ShmDataPlane:
             region_id=descriptor.region_id,
             generation=descriptor.generation,
         )
-        connection, received = request_fd(descriptor.opaque, request, deadline - self.now())
+        connection, received = request_fd(descriptor.opaque, request, self.now, deadline, stop)
         try:
             fd = reopen(received)
         except OSError as error:

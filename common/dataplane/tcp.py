@@ -87,7 +87,9 @@ class TcpDataPlane:
             self.server.add(region)
             return region
 
-    def connect(self, descriptor: RegionDescriptor, deadline: float) -> TcpRemoteRegion:
+    def connect(
+        self, descriptor: RegionDescriptor, deadline: float, stop: threading.Event | None = None
+    ) -> TcpRemoteRegion:
         """Greet the owner of a region."""
         if (
             descriptor.transport != TRANSPORT
@@ -98,7 +100,7 @@ class TcpDataPlane:
             raise DataPlaneError(
                 f"descriptor: {shown} cannot be reached; only {TRANSPORT} version {DESCRIPTOR_VERSION} in host memory"
             )
-        remote = TcpRemoteRegion(descriptor, now=self.now, deadline=deadline, on_close=self._forget)
+        remote = TcpRemoteRegion(descriptor, now=self.now, deadline=deadline, stop=stop, on_close=self._forget)
         with self._guard:
             self._remotes.append(remote)
             closed = self._closed

@@ -11,12 +11,15 @@ import ipaddress
 import select
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Final
 
+from common.dataplane.port import STOP_SLICE_S
 from common.dataplane.tcp_vector import Vector
+from common.dataplane.waiting import STOPPED
 
-SLICE_S: Final = 0.05
+SLICE_S: Final = STOP_SLICE_S
 SLICE_BYTES: Final = 16 << 20
 """Most bytes of one call: between two of them the deadline and the order to stop are looked at, with the core's cache empty."""
 LOOPBACK_BUFFER_BYTES: Final = 64 << 10
@@ -53,12 +56,16 @@ class ChannelError(Exception):
 class Channel:
     """Owns a connected socket. One thread sends and receives; `stop_reading`, `stop_writing` and `close` may come from others."""
 
-    def __init__(self, connection: socket.socket, now: Callable[[], float]) -> None:
+    def __init__(
+        self, connection: socket.socket, now: Callable[[], float], stop: threading.Event | None = None
+    ) -> None:
+        """As long as `stop` is not None, its being set has the effect of being told to stop."""
         self._socket = connection
         self._now = now
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN | select.POLLRDHUP)
         self.stopped = False
+        self.stop = stop
         tune(connection)
 
     def receive(self, buffer: memoryview, deadline: float | None) -> None:
@@ -186,8 +193,8 @@ class Channel:
         self._socket.close()
 
     def _check(self, deadline: float | None) -> None:
-        if self.stopped:
-            raise ChannelError(Fault.STOPPED, "this end was told to stop")
+        if self.stopped or (self.stop is not None and self.stop.is_set()):
+            raise ChannelError(Fault.STOPPED, STOPPED)
         if deadline is not None and self._now() >= deadline:
             raise ChannelError(Fault.LATE, "the deadline has passed")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +10,8 @@ from typing import Final
 from common.dataplane.checks import check_grant, check_runs
 from common.dataplane.port import MAX_GENERATION, DataPlaneError, Outcome, Region, TransferResult, WriteGrant
 from common.dataplane.shm_memory import RegionMemory
-from common.dataplane.tcp_channel import Channel, ChannelError
+from common.dataplane.tcp_channel import Channel, ChannelError, Fault
+from common.dataplane.tcp_dial import dial
 from common.dataplane.tcp_region import STALE, TcpRegion
 from common.dataplane.tcp_segments import segments_of
 from common.dataplane.tcp_transfer import Transfer
@@ -45,6 +45,7 @@ class TcpRemoteRegion:
         *,
         now: Callable[[], float],
         deadline: float,
+        stop: threading.Event | None,
         on_close: Callable[[TcpRemoteRegion], None],
     ) -> None:
         """Use `TcpDataPlane.connect`. Raises `DataPlaneError`."""
@@ -57,7 +58,7 @@ class TcpRemoteRegion:
         self._num_transfers = 0
         self._closed = False
         self._peer_alive = True
-        self._lifeline: Final = open_channel(descriptor, now, deadline)
+        self._lifeline: Final = open_channel(descriptor, now, deadline, stop)
 
     @property
     def peer_alive(self) -> bool:
@@ -176,8 +177,13 @@ class TcpRemoteRegion:
             channel.close(abruptly=True)
 
 
-def open_channel(descriptor: RegionDescriptor, now: Callable[[], float], deadline: float) -> Channel:
-    """A greeted connection to the region. Raises `DataPlaneError` when its owner is not there, refuses, or stays silent."""
+def open_channel(
+    descriptor: RegionDescriptor, now: Callable[[], float], deadline: float, stop: threading.Event | None = None
+) -> Channel:
+    """A greeted connection to the region.
+
+    Raises `DataPlaneError` when its owner is not there, refuses, or stays silent until the deadline or until `stop` is set.
+    """
     host, port = address_of(descriptor)
     try:
         hello = encode_hello(
@@ -194,13 +200,14 @@ def open_channel(descriptor: RegionDescriptor, now: Callable[[], float], deadlin
         raise DataPlaneError(f"descriptor: {error}") from error
     while True:
         try:
-            channel = Channel(socket.create_connection((host, port), max(0.001, deadline - now())), now)
+            channel = Channel(dial(host, port, now, deadline, stop), now, stop)
         except OSError as error:
             raise DataPlaneError(f"the peer at {descriptor.opaque!r} does not answer: {error}") from error
         try:
             channel.send(hello, deadline)
             reply = decode_reply(channel.receive_bytes(PREFIX.size, deadline))
             if reply.kind is Kind.ANSWER and reply.status is Status.DONE:
+                channel.stop = None  # it was for the greeting
                 return channel
             reason = channel.receive_bytes(reply.length, deadline).decode(errors="replace")
             refusal = f"the peer at {descriptor.opaque!r} refuses: {reason}"
@@ -209,7 +216,7 @@ def open_channel(descriptor: RegionDescriptor, now: Callable[[], float], deadlin
         except ChannelError as error:
             # Without an answer: all places there are taken, or nobody is there. Some will become free.
             channel.close()
-            if now() + CONNECT_NAP_S >= deadline:
+            if error.fault is Fault.STOPPED or now() + CONNECT_NAP_S >= deadline:
                 raise DataPlaneError(f"the peer at {descriptor.opaque!r} does not answer: {error}") from error
             time.sleep(CONNECT_NAP_S)
             continue

@@ -5,6 +5,7 @@ The places come from the ranks' manifests and the layout's formulas alone; no pl
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -73,8 +74,10 @@ class _Watched:
             self._tell = None
         return region
 
-    def connect(self, descriptor: RegionDescriptor, deadline: float) -> RemoteRegion:
-        return self._plane.connect(descriptor, deadline)
+    def connect(
+        self, descriptor: RegionDescriptor, deadline: float, stop: threading.Event | None = None
+    ) -> RemoteRegion:
+        return self._plane.connect(descriptor, deadline, stop)
 
     def close(self) -> None:
         self._plane.close()

@@ -72,7 +72,7 @@ def test_garbage_and_strangers_do_not_disturb_the_server(tmp_path: Path) -> None
         assert b"not a request" in nested.recv(4096)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(os.fspath(server.path))
-    connection, received = request_fd(os.fspath(server.path), request, PATIENCE_S)
+    connection, received = request_fd(os.fspath(server.path), request, NOW, soon())
     assert os.fstat(received).st_ino == os.fstat(fd).st_ino
     os.close(received)
     server.remove(request)
@@ -81,7 +81,7 @@ def test_garbage_and_strangers_do_not_disturb_the_server(tmp_path: Path) -> None
     assert connection.recv(1) == b""
     connection.close()
     with pytest.raises(DataPlaneError, match="no region 'r'"):
-        request_fd(os.fspath(server.path), request, PATIENCE_S)
+        request_fd(os.fspath(server.path), request, NOW, soon())
     server.close()
     os.close(fd)
 
