@@ -135,6 +135,13 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         answers=(handoff.PartsAnswer, requests.Refused),
     ),
     _worker_call(
+        WorkerVerb.REPLAY,
+        *WorkerRole,
+        senders=(Service.ROUTER,),
+        message=requests.ReplayTokens,
+        answers=(requests.TokenFrame, requests.Accepted, requests.Refused),
+    ),
+    _worker_call(
         WorkerVerb.SCAN,
         *WorkerRole,
         senders=(),
@@ -143,6 +150,12 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ),
     _broker_call(BrokerVerb.SUBMIT, Service.ROUTER, message=requests.SubmitRequest),
     _broker_call(BrokerVerb.CANCEL, Service.ROUTER, message=requests.CancelRequest),
+    _broker_call(
+        BrokerVerb.OUTCOME,
+        Service.ROUTER,
+        message=requests.ReplayTokens,
+        answers=(requests.TokenFrame, requests.Accepted, requests.Refused),
+    ),
     _broker_call(BrokerVerb.PING, Service.ROUTER, message=requests.Ping, answers=(requests.Pong, requests.Refused)),
     _broker_call(BrokerVerb.PREFILL_FINISHED, Service.PREFILL, message=handoff.PrefillFinished),
     _broker_call(BrokerVerb.TAKEN_OVER, Service.DECODE, message=handoff.TakenOver),

@@ -151,3 +151,20 @@ class TokenFrame(Versioned, frozen=True, kw_only=True, tag="token_frame", omit_d
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     num_cached_tokens: Whole = 0
+
+
+class ReplayTokens(Versioned, frozen=True, kw_only=True, tag="replay_tokens", omit_defaults=True):
+    """The router asks for what it may have missed: the tokens of an attempt from `index` on, and its end.
+
+    A worker (verb `replay`) answers with one frame of what it has told so far, maybe of nothing; it knows a stream until its
+    deadline, also after its end. The broker (verb `outcome`) answers with the end of a handoff that is over, or with `Accepted`
+    while it is not. Both refuse a handoff that they do not know. With `ended` the router has the end and will not ask again: what
+    was kept for it goes.
+    """
+
+    handoff_id: Token
+    index: Whole
+    ended: bool = False
+
+
+ReplayAnswer: TypeAlias = TokenFrame | Accepted | Refused

@@ -31,6 +31,7 @@ class WorkerVerb(StrEnum):
     RELEASE = "release"
     DESCRIBE = "describe"
     PARTS = "parts"
+    REPLAY = "replay"
     SCAN = "scan"
 
 
@@ -42,6 +43,7 @@ class BrokerVerb(StrEnum):
     TAKEN_OVER = "taken_over"
     ENDED = "ended"
     CANCEL = "cancel"
+    OUTCOME = "outcome"
     PING = "ping"
 
 

@@ -27,6 +27,7 @@ from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import StepOutcome
 from common.worker.inspection import Inspection
 from common.worker.prompt_intake import PromptIntake
+from common.worker.replay import Replay
 from common.worker.replica import Replica, StartedEngine
 from common.worker.replica_set import ReplicaSet
 from common.worker.settings import WorkerSettings
@@ -91,6 +92,7 @@ class WorkerService(ABC):
             settings.worker_id, self.prompts, self.table, parts.clock, is_draining=lambda: self.draining
         )
         self.tokens = TokenStream(parts.bus, parts.clock)
+        self._replay = Replay(self.tokens, self.table)
         self.broker = BrokerClient(parts.bus, parts.clock)
         self.events = HandoffEvents(parts.bus, parts.clock, service=self.role, instance=settings.worker_id)
         self.reports = BoundedTasks(parts.group, name="report", limit=_MAX_REPORTS, on_error=self._report_failed)
@@ -143,6 +145,7 @@ class WorkerService(ABC):
         """What the worker can be asked, by verb. Roles add theirs."""
         return {
             WorkerVerb.RELEASE: self._release_asked,
+            WorkerVerb.REPLAY: self._replay.answer,
             WorkerVerb.DESCRIBE: self._inspection.describe,
             WorkerVerb.SCAN: self._inspection.scan,
         }
@@ -257,6 +260,7 @@ class WorkerService(ABC):
             now = self.clock.monotonic()
             self.prompts.expire(now)
             self.table.expire(now)
+            self.tokens.expire(now)
             for handoff_id, deadline in tuple(self._deadlines.items()):
                 if now >= deadline.at + self.settings.deadline_grace_s:
                     sequence = self.table.get(handoff_id)

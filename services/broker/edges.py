@@ -17,7 +17,7 @@ from contracts import subjects
 from contracts.codec import decode
 from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.links import LinkRecord
-from contracts.requests import CancelRequest, Ping, Pong, SubmitRequest, WorkerRef
+from contracts.requests import Accepted, CancelRequest, Ping, Pong, ReplayTokens, SubmitRequest, WorkerRef
 from contracts.subjects import BrokerVerb
 from contracts.workers import WorkerRecord
 from services.broker.service import Broker
@@ -72,6 +72,7 @@ class BrokerEdges:
             BrokerVerb.PREFILL_FINISHED: self._prefill_finished,
             BrokerVerb.TAKEN_OVER: self._taken_over,
             BrokerVerb.ENDED: self._ended,
+            BrokerVerb.OUTCOME: self._outcome,
             BrokerVerb.PING: self._ping,
         }
 
@@ -84,6 +85,11 @@ class BrokerEdges:
 
     async def _cancel(self, data: bytes) -> msgspec.Struct:
         return await self._broker.cancel(decode(data, CancelRequest))
+
+    async def _outcome(self, data: bytes) -> msgspec.Struct:
+        asked = decode(data, ReplayTokens)
+        end = None if asked.ended else self._broker.end_of(asked.handoff_id)
+        return Accepted(handoff_id=asked.handoff_id) if end is None else end
 
     async def _prefill_finished(self, data: bytes) -> msgspec.Struct:
         return await self._broker.take(decode(data, PrefillFinished))

@@ -20,9 +20,18 @@ from contracts import ids
 from contracts.errors import CodecError, ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
 from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.links import LinkRecord
-from contracts.requests import Accepted, CancelRequest, DisaggregatedRoute, MixedRoute, SubmitRequest, WorkerRef
+from contracts.requests import (
+    Accepted,
+    CancelRequest,
+    DisaggregatedRoute,
+    MixedRoute,
+    SubmitRequest,
+    TokenFrame,
+    WorkerRef,
+)
 from contracts.trace import TRACEPARENT, TraceContext, read_trace
 from services.broker.calls import Calls
+from services.broker.core import messages
 from services.broker.core.effects import AnswerSubmit, Effect, Forget, Publish
 from services.broker.core.events import (
     Adopted,
@@ -206,6 +215,11 @@ class Broker:
             )
         )
         return Accepted(handoff_id=message.handoff_id)
+
+    def end_of(self, handoff_id: str) -> TokenFrame | None:
+        """The end of a handoff that is over, for a router that missed it; None while it is not. Raises `RefusedError` for an unknown one."""
+        handoff = self._known(handoff_id).handoff
+        return messages.final_frame(handoff) if handoff.terminal else None
 
     # What workers tell.
 

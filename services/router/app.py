@@ -32,11 +32,13 @@ from services.router.http_errors import error_middleware
 from services.router.listener import Listener
 from services.router.metrics import RouterMetrics
 from services.router.model_directory import load_model
+from services.router.replaying import Replayer
 from services.router.settings import RouterSettings
 from services.router.token_inbox import TokenInbox
 from services.router.tokenizing import Tokenizing
 
 _MAX_CANCELS: Final = 4096
+_MAX_ACKNOWLEDGEMENTS: Final = 4096
 _STREAMS_SHARE_OF_DRAIN: Final = 0.8
 _LAST_WORDS_SHARE_OF_DRAIN: Final = 0.1
 _SHUTDOWN_TIMEOUT_S: Final = 1.0
@@ -90,6 +92,7 @@ async def start(
     lifecycle.tasks.create_task(fleet.run_links(links), name="fleet-links")
     metrics.waiting_frames.set_function(lambda: inbox.num_waiting)
     lifecycle.tasks.create_task(inbox.run(await inbox.open()), name="token-inbox")
+    lifecycle.tasks.create_task(inbox.run_nudges(), name="token-nudges")
     await bus.flush()
 
     cancels = BoundedTasks(
@@ -99,6 +102,7 @@ async def start(
         on_error=lambda name, error: log.error("cancel_failed", task=name, error=repr(error), exc_info=error),
     )
     canceller = Canceller(bus, clock, log, cancels, timeout_s=settings.cancel_timeout_s)
+    acknowledgements = BoundedTasks(lifecycle.tasks, name="acknowledge", limit=_MAX_ACKNOWLEDGEMENTS)
     admission = Admission(metrics, limit=settings.max_concurrent_requests)
     generator = Generator(
         model=model.name,
@@ -107,6 +111,7 @@ async def start(
         inbox=inbox,
         dispatcher=Dispatcher(bus, router_id=settings.router_id, call_timeout_s=settings.call_timeout_s),
         canceller=canceller,
+        replayer=Replayer(bus, metrics, acknowledgements),
         policy=RetryPolicy(
             max_attempts=settings.max_attempts,
             first_delay_s=settings.retry_delay_s,

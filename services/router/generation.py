@@ -21,6 +21,7 @@ from services.router.dispatch import Attempt, Canceller, Dispatcher, ExplicitRef
 from services.router.fleet import Fleet
 from services.router.interruption import Interruptible
 from services.router.metrics import RouterMetrics
+from services.router.replaying import FrameSource, Replayer
 from services.router.token_inbox import Mailbox, TokenInbox
 
 
@@ -67,6 +68,7 @@ class Generator:
     inbox: TokenInbox
     dispatcher: Dispatcher
     canceller: Canceller
+    replayer: Replayer
     policy: RetryPolicy
     loads: Loads
     metrics: RouterMetrics
@@ -140,8 +142,9 @@ class Generator:
             submission = Submission.ACCEPTED
             self.metrics.submit.observe(self.clock.monotonic() - sent_at)
             finished = False
+            frames = FrameSource(self.replayer, attempt, mailbox, order)
             while not finished:
-                token_ids = order.accept(await mailbox.get())
+                token_ids = order.accept(await frames.next())
                 if token_ids and stream.num_tokens == 0:
                     holds.prefilled()
                 finished = await self._deliver(order, stream.push(token_ids), stream, sink)
@@ -160,6 +163,8 @@ class Generator:
                     num_tokens=stream.num_tokens,
                     finish_reason=finish_reason,
                 )
+            else:
+                self.replayer.acknowledge(attempt, order.next_index)
 
     async def _deliver(self, order: TokenOrder, piece: TextPiece, stream: TextStream, sink: Sink) -> bool:
         """Hand on what a frame gave; say whether that was the end. Raises the error that the attempt ended with."""

@@ -29,6 +29,11 @@ class RouterMetrics:
         )
         self.attempts = metrics.counter("router_attempts_total", "Attempts that were sent out.")
         self.retries = metrics.counter("router_retries_total", "Attempts that followed a failed one.", ("code",))
+        self.replays = metrics.counter(
+            "router_replays_total",
+            "Times that a worker was asked for tokens that did not come, by what came of it: news, nothing_new, unanswered or lost.",
+            ("outcome",),
+        )
         self.cancels = metrics.counter("router_cancels_total", "Attempts that were taken back.")
         self.connections = metrics.gauge("router_connections", "Connections of clients that are open.")
         self.unsent_bytes = metrics.gauge(

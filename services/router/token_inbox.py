@@ -23,6 +23,7 @@ class Mailbox:
         self._arrived = asyncio.Event()
         self._limit = limit
         self._overflowed = overflowed
+        self._nudged = False
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -36,11 +37,27 @@ class Mailbox:
         self._frames.append(frame)
         self._arrived.set()
 
-    async def get(self) -> TokenFrame:
-        """Return the next frame. The caller sets the deadline."""
-        while not self._frames:
-            self._arrived.clear()
-            await self._arrived.wait()
+    def nudge(self) -> None:
+        """Say that frames may have been lost: whoever waits for one need not wait any longer."""
+        self._nudged = True
+        self._arrived.set()
+
+    def take_nudge(self) -> bool:
+        """Whether there was a nudge since the last call."""
+        nudged, self._nudged = self._nudged, False
+        return nudged
+
+    async def get(self, timeout_s: float) -> TokenFrame | None:
+        """Return the next frame; None when none comes in time, or a nudge does."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._frames:
+                    if self._nudged:
+                        return None
+                    self._arrived.clear()
+                    await self._arrived.wait()
+        except TimeoutError:
+            return None
         return self._frames.popleft()
 
 
@@ -75,6 +92,14 @@ class TokenInbox:
                     self._refusals.note("tokens", error, subject=message.subject)
                 elif frame.request_id in self._mailboxes:
                     self._mailboxes[frame.request_id].put(frame)
+
+    async def run_nudges(self) -> None:
+        """After each loss of the connection, which loses frames, let every request ask for what it missed."""
+        seen = self._bus.reconnects
+        while True:
+            seen = await self._bus.reconnected(seen)
+            for box in self._mailboxes.values():
+                box.nudge()
 
     @contextmanager
     def mailbox(self, request_id: str, overflowed: Overflowed) -> Iterator[Mailbox]:

@@ -130,6 +130,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
     requests.Pong(broker_id="broker-0", draining=False),
     requests.Accepted(handoff_id="r1-0"),
     requests.Refused(handoff_id="r1-0", error=ERROR),
+    requests.ReplayTokens(handoff_id="r1-0", index=17, ended=True),
     requests.TokenFrame(
         handoff_id="r1-0",
         request_id="r1",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import structlog
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,6 +37,7 @@ from contracts.requests import (
     Pong,
     PromptFrame,
     Refused,
+    ReplayTokens,
     SubmitRequest,
     TokenFrame,
     WorkerRef,
@@ -163,6 +165,9 @@ class Mesh:
         self.cancels: list[CancelRequest] = []
         self.hints: list[tuple[str, CancelWork]] = []
         self.hold_prompts: asyncio.Event | None = None
+        self.replays: list[tuple[str, bytes]] = []
+        self.replay: Callable[[str, ReplayTokens], msgspec.Struct | None] | None = None
+        """What a role (prefill, decode, mixed, broker) answers to a question for tokens; None: nothing."""
         self._changed = asyncio.Event()
 
     async def open(self, records: Sequence[WorkerRecord | LinkRecord]) -> None:
@@ -250,9 +255,18 @@ class Mesh:
             cancel = decode(message.data, CancelRequest)
             self.cancels.append(cancel)
             await self._answer(message, cancel.handoff_id, [])
+        elif verb in {"replay", "outcome"}:
+            await self._replayed(message)
         elif verb == "ping" and self.broker_answers:
             await message.respond(encode(Pong(broker_id="broker-0", draining=self.broker_drains)))
         self._changed.set()
+
+    async def _replayed(self, message: Message) -> None:
+        self.replays.append((message.subject, message.data))
+        asked = decode(message.data, ReplayTokens)
+        answer = None if asked.ended or self.replay is None else self.replay(message.subject.split(".")[3], asked)
+        if answer is not None:
+            await message.respond(encode(answer))
 
     async def _answer(self, message: Message, handoff_id: str, refusals: list[ErrorInfo]) -> bool:
         if refusals:

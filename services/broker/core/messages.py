@@ -119,7 +119,7 @@ def release(handoff: Handoff, reason: str, at_ns: int) -> ReleaseHandoff:
 
 
 def final_frame(handoff: Handoff) -> TokenFrame:
-    """The end of a stream that no worker ends well."""
+    """The end of a stream as the broker knows it: the tokens themselves are with the worker."""
     record = handoff.record
     return TokenFrame(
         handoff_id=record.handoff_id,
@@ -128,6 +128,7 @@ def final_frame(handoff: Handoff) -> TokenFrame:
         index=record.num_tokens,
         final=True,
         num_tokens=record.num_tokens,
+        finish_reason=record.finish_reason,
         error=record.error,
     )
 

@@ -1,0 +1,117 @@
+"""What to do when frames do not come: ask those who send them, and the broker for the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, TypeAlias
+
+from common.bus.errors import BusError
+from common.bus.port import Bus
+from common.runtime.tasks import BoundedTasks
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.errors import CodecError, ErrorCode, PdmeshError
+from contracts.requests import Accepted, DisaggregatedRoute, MixedRoute, Refused, ReplayAnswer, ReplayTokens, TokenFrame
+from contracts.subjects import BrokerVerb, WorkerVerb
+from contracts.workers import WorkerRole
+from services.router.core.patience import Patience
+from services.router.core.token_order import TokenOrder
+from services.router.dispatch import Attempt
+from services.router.metrics import RouterMetrics
+from services.router.token_inbox import Mailbox
+
+_Answer: TypeAlias = TokenFrame | Accepted | Refused
+_ASK_S: Final = 2.0
+
+
+class Replayer:
+    """Asks for frames again, and says when that will not be needed any more."""
+
+    def __init__(self, bus: Bus, metrics: RouterMetrics, tasks: BoundedTasks) -> None:
+        self._bus = bus
+        self._metrics = metrics
+        self._tasks = tasks
+
+    async def ask(self, attempt: Attempt, order: TokenOrder) -> TokenFrame | None:
+        """What the worker has told from the next token on, or how the broker says that it ended; None when nobody can tell now.
+
+        Raises `PdmeshError` (`worker_lost`) when what is missing cannot be had any more: nobody knows it.
+        """
+        asked = ReplayTokens(handoff_id=attempt.handoff_id, index=order.next_index)
+        unsure = False
+        for subject in _worker_subjects(attempt):
+            answer = await self._ask(subject, asked)
+            if isinstance(answer, TokenFrame):
+                self._metrics.replays.labels("news" if answer.token_ids or answer.final else "nothing_new").inc()
+                return answer
+            unsure = unsure or not _is_unknown(answer)
+        answer = await self._ask(subjects.broker_rpc(BrokerVerb.OUTCOME), asked)
+        if isinstance(answer, TokenFrame) and (answer.error is not None or answer.num_tokens <= order.next_index):
+            self._metrics.replays.labels("news").inc()
+            return answer
+        if not unsure and (isinstance(answer, TokenFrame) or _is_unknown(answer)):
+            self._metrics.replays.labels("lost").inc()
+            text = f"the tokens from {order.next_index} on are lost: no worker knows them any more"
+            raise PdmeshError(text, code=ErrorCode.WORKER_LOST)
+        self._metrics.replays.labels("unanswered" if answer is None else "nothing_new").inc()
+        return None
+
+    def acknowledge(self, attempt: Attempt, num_tokens: int) -> None:
+        """Let the workers forget what they have told; it is done in the background. A lost word costs memory until the deadline."""
+        self._tasks.try_start(lambda: self._acknowledge(attempt, num_tokens))
+
+    async def _acknowledge(self, attempt: Attempt, num_tokens: int) -> None:
+        data = encode(ReplayTokens(handoff_id=attempt.handoff_id, index=num_tokens, ended=True))
+        for subject in _worker_subjects(attempt):
+            try:
+                await self._bus.publish(subject, data)
+            except BusError:
+                return
+
+    async def _ask(self, subject: str, asked: ReplayTokens) -> _Answer | None:
+        try:
+            reply = await self._bus.request(subject, encode(asked), timeout=_ASK_S)
+            answer: _Answer = decode(reply.data, ReplayAnswer)  # type: ignore[arg-type]  # a union is not a type
+        except (BusError, CodecError):
+            return None
+        return answer
+
+
+class FrameSource:
+    """The frames of one attempt: as they come, and asked for when they do not."""
+
+    def __init__(self, replayer: Replayer, attempt: Attempt, mailbox: Mailbox, order: TokenOrder) -> None:
+        self._replayer = replayer
+        self._attempt = attempt
+        self._mailbox = mailbox
+        self._order = order
+        self._patience = Patience()
+
+    async def next(self) -> TokenFrame:
+        """Wait for a frame, which may say nothing new. The caller sets the deadline. Raises as `Replayer.ask` does."""
+        while True:
+            frame = await self._mailbox.get(self._patience.wait_s(gap=self._order.gap))
+            if frame is not None:
+                self._patience.heard()
+                return frame
+            if self._mailbox.take_nudge():
+                self._patience.heard()
+            frame = await self._replayer.ask(self._attempt, self._order)
+            if frame is not None and (frame.token_ids or frame.final):
+                self._patience.heard()
+                return frame
+            self._patience.asked()
+
+
+def _worker_subjects(attempt: Attempt) -> Iterator[str]:
+    """Who may have sent tokens, the likeliest first: prefill ends what ends with its first token."""
+    match attempt.route:
+        case DisaggregatedRoute(prefill=prefill, decode=decoding):
+            yield subjects.worker_rpc(WorkerRole.DECODE, decoding.worker_id, WorkerVerb.REPLAY)
+            yield subjects.worker_rpc(WorkerRole.PREFILL, prefill.worker_id, WorkerVerb.REPLAY)
+        case MixedRoute(mixed=mixed):
+            yield subjects.worker_rpc(WorkerRole.MIXED, mixed.worker_id, WorkerVerb.REPLAY)
+
+
+def _is_unknown(answer: _Answer | None) -> bool:
+    return isinstance(answer, Refused) and answer.error.code is ErrorCode.UNKNOWN_HANDOFF
