@@ -196,24 +196,34 @@ class ReleaseHandoff(Versioned, frozen=True, kw_only=True, tag="release_handoff"
     tombstone_ms: Milliseconds
 
 
+class PromptTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt took at a mixed worker: it waited for memory for `queue_ms`, and had its first token `compute_ms` later."""
+
+    queue_ms: float
+    compute_ms: float
+
+
 class Released(Versioned, frozen=True, kw_only=True, tag="released", omit_defaults=True):
     """A worker's answer to a release: it holds nothing of the handoff any more.
 
-    `response_rpc_ms` is how long the broker took to answer the prefill worker's report of the first token.
+    `response_rpc_ms` is how long the broker took to answer the prefill worker's report of the first token. A mixed worker that is
+    released after the first token, but before the request's end, says with `prompt` what that took.
     """
 
     handoff_id: Token
     response_rpc_ms: float | None = None
+    prompt: PromptTimes | None = None
 
 
 class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
-    """Decode or mixed to broker: no more tokens will come."""
+    """Decode or mixed to broker: no more tokens will come. `prompt` comes from a mixed worker that has computed it."""
 
     handoff_id: Token
     incarnation: Token
     num_tokens: Whole
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
+    prompt: PromptTimes | None = None
 
 
 class HandoffState(StrEnum):

@@ -1,4 +1,7 @@
-"""The phases of a handoff that people measure, and which field of which of the broker's events tells how long each took."""
+"""The phases of a handoff that people measure, and which field of which of the broker's events tells how long each took.
+
+A mixed worker tells of its prompts in events of its own, and of the same figures when it gives a request up: `phases_of_prompt`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 from contracts.events import EventName, HandoffEvent
+from contracts.handoff import PromptTimes
 
 
 class Phase(StrEnum):
@@ -76,3 +80,9 @@ def phases_of(event: HandoffEvent) -> Iterator[tuple[Phase, float]]:
         value = getattr(event, field)
         if value is not None:
             yield phase, value
+
+
+def phases_of_prompt(times: PromptTimes) -> Iterator[tuple[Phase, float]]:
+    """The phases that a mixed worker has measured, with their duration in ms."""
+    yield Phase.PREFILL_QUEUE, times.queue_ms
+    yield Phase.PREFILL_COMPUTE, times.compute_ms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated, Final
 
 import msgspec
 
@@ -29,13 +30,33 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
 
 
+MAX_REPLICAS: Final = 64
+"""Replicas that one worker may have."""
+
+
+class ReplicaRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """What one replica has left. A sequence lives in one replica: it needs all of its blocks and its slot there."""
+
+    num_free_blocks: Whole
+    num_free_slots: Whole
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has left and what it is doing, summed over its replicas."""
+    """What a worker has left and what it is doing, summed over its replicas.
+
+    `replicas` says what each of several has left, in the order of their dp rank; a worker that has only one leaves it out.
+    """
 
     num_free_blocks: Whole
     num_free_slots: Whole
     num_waiting: Whole
     num_running: Whole
+    replicas: Annotated[tuple[ReplicaRoom, ...], msgspec.Meta(max_length=MAX_REPLICAS)] = ()
+
+    def has_room(self, num_tokens: int, *, block_tokens: int) -> bool:
+        """Whether some replica has a slot, and blocks of `block_tokens` tokens for a sequence of `num_tokens`, now."""
+        rooms = self.replicas or (self,)
+        return any(room.num_free_blocks * block_tokens >= num_tokens and room.num_free_slots > 0 for room in rooms)
 
 
 class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):

@@ -66,6 +66,7 @@ class GeneratingService(WorkerService):
                 num_tokens=len(sequence.output_ids),
                 finish_reason=finish_reason,
                 error=error,
+                prompt=sequence.prompt_times,
             )
             await self.broker.deliver(ended, deadline)
             self.log.info(

@@ -16,7 +16,7 @@ from common.worker.waiting_line import WaitingLine
 from contracts.manifest import RankManifest
 from contracts.rank import RankStarted
 from contracts.requests import WorkerRef
-from contracts.workers import WorkerDescription, WorkerLoad
+from contracts.workers import ReplicaRoom, WorkerDescription, WorkerLoad
 
 
 class ReplicaSet:
@@ -59,13 +59,18 @@ class ReplicaSet:
 
     @property
     def load(self) -> WorkerLoad:
-        """What all replicas have left and are doing together."""
+        """What all replicas have left and are doing together, and what each of several has left."""
         loads = [replica.load for replica in self._replicas]
         return WorkerLoad(
             num_free_blocks=sum(load.num_free_blocks for load in loads),
             num_free_slots=sum(load.num_free_slots for load in loads),
             num_waiting=sum(load.num_waiting for load in loads) + len(self.line),
             num_running=sum(load.num_running for load in loads),
+            replicas=tuple(
+                ReplicaRoom(num_free_blocks=load.num_free_blocks, num_free_slots=load.num_free_slots) for load in loads
+            )
+            if len(loads) > 1
+            else (),
         )
 
     @property
@@ -104,8 +109,8 @@ class ReplicaSet:
         described = tuple(ranks)
         try:
             for replica in self._replicas:
-                async with replica.loop.lock:
-                    await replica.engine.link(peer, described)
+                # Without the loop's lock: prompts and other peers do not wait for this one.
+                await replica.engine.link(peer, described)
         except EngineError:
             await self.unlink(peer)
             raise

@@ -9,11 +9,11 @@ from typing import Annotated
 import msgspec
 
 from common.runtime.settings import LogLevel, SettingsError, SettingsProblem
-from common.worker.core.replica_choice import MAX_REPLICAS
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from contracts.rank import CollectivesKind
+from contracts.workers import MAX_REPLICAS
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]

@@ -12,8 +12,8 @@ from common.runtime.lifecycle import Log
 from common.runtime.metrics import PHASE_BUCKETS, Metrics
 from contracts.events import EventName
 from contracts.handoff import HandoffState
-from contracts.phases import Phase, phases_of
-from services.broker.core.effects import Publish
+from contracts.phases import Phase, phases_of, phases_of_prompt
+from services.broker.core.effects import Measured, Publish
 from services.broker.core.handoff import Handoff
 
 _ENDS: Final = {
@@ -99,10 +99,9 @@ class Observer:
             story = _Story()
             if not handoff.forgotten or effect.name in _ENDS:  # what comes after the end is told, not remembered
                 self._stories[record.handoff_id] = story
+        rank = "" if event.source_rank is None else str(event.source_rank)
         for phase, milliseconds in phases_of(event):
-            rank = "" if event.source_rank is None else str(event.source_rank)
-            self._phases.labels(phase, rank).observe(milliseconds / 1e3)
-            story.phases[f"push_rank_{rank}" if phase is Phase.PUSH else str(phase)] = milliseconds
+            self._note(story, phase, milliseconds, rank)
         if effect.name is EventName.RANK_PUSHED:
             story.num_bytes += event.num_bytes or 0
             story.num_parts += event.num_parts or 0
@@ -115,6 +114,18 @@ class Observer:
             reason = event.finish_reason or ("" if event.error is None else str(event.error.code))
             self._ended.labels(state, reason).inc()
             self._total.labels(state).observe((event.total_ms or 0.0) / 1e3)
+
+    def measured(self, handoff: Handoff, effect: Measured) -> None:
+        """Count what a mixed worker has measured, once; it has published it itself."""
+        story = self._stories.get(handoff.handoff_id)
+        if story is None or Phase.PREFILL_QUEUE in story.phases:
+            return
+        for phase, milliseconds in phases_of_prompt(effect.prompt):
+            self._note(story, phase, milliseconds)
+
+    def _note(self, story: _Story, phase: Phase, milliseconds: float, rank: str = "") -> None:
+        self._phases.labels(phase, rank).observe(milliseconds / 1e3)
+        story.phases[f"push_rank_{rank}" if phase is Phase.PUSH else str(phase)] = milliseconds
 
     def over(self, handoff: Handoff) -> None:
         """Write the one line about a handoff of which nothing is left to happen."""

@@ -32,7 +32,7 @@ from contracts.requests import (
 from contracts.trace import TRACEPARENT, TraceContext, read_trace
 from services.broker.calls import Calls
 from services.broker.core import messages
-from services.broker.core.effects import AnswerSubmit, Effect, Forget, Publish
+from services.broker.core.effects import AnswerSubmit, Effect, Forget, Measured, Publish
 from services.broker.core.events import (
     Adopted,
     CancelRequested,
@@ -353,6 +353,8 @@ class Broker:
                         live.admission.set_result(error)
                 case Publish():
                     self._observer.saw(live.handoff, effect)
+                case Measured():
+                    self._observer.measured(live.handoff, effect)
                 case Forget():
                     self._observer.over(live.handoff)
                     self._ended.append((self._clock.monotonic(), live.handoff.handoff_id))

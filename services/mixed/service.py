@@ -12,7 +12,7 @@ from common.worker.engine_loop import StepOutcome
 from common.worker.generation import GeneratingService
 from contracts.codec import decode
 from contracts.events import EventName
-from contracts.handoff import RunMixed
+from contracts.handoff import Released, RunMixed
 from contracts.requests import Accepted
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
@@ -41,6 +41,11 @@ class MixedService(GeneratingService):
             replica.loop.wake()
         return Accepted(handoff_id=command.handoff_id)
 
+    def release_answer(self, handoff_id: str) -> Released:
+        """See `WorkerService.release_answer`."""
+        sequence = self.table.get(handoff_id)
+        return Released(handoff_id=handoff_id, prompt=None if sequence is None else sequence.prompt_times)
+
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins."""
         now_ns = self.clock.monotonic_ns()
@@ -60,14 +65,16 @@ class MixedService(GeneratingService):
     async def token_produced(self, sequence: Sequence, outcome: StepOutcome) -> None:
         """Say when the prompt has been computed."""
         if len(sequence.output_ids) == 1:
+            sequence.computed_ns = outcome.result.ended_ns
+            times = sequence.prompt_times
             self.events.publish(
                 EventName.PREFILL_FINISHED,
                 handoff_id=sequence.handoff_id,
                 request_id=sequence.request_id,
                 phase="prefill",
                 at_ns=outcome.result.ended_ns,
-                prepare_ms=(sequence.bound_ns - sequence.accepted_ns) / 1e6,
-                duration_ms=(outcome.result.ended_ns - sequence.bound_ns) / 1e6,
+                prepare_ms=None if times is None else times.queue_ms,
+                duration_ms=None if times is None else times.compute_ms,
                 num_tokens=sequence.num_prompt_tokens,
                 source_dp_rank=sequence.dp_rank,
             )

@@ -33,6 +33,7 @@ FOLDER: Final = Path(__file__).parent / "golden"
 MODULES: Final = (events, handoff, leases, links, requests, workers)
 
 ERROR: Final = ErrorInfo(code=ErrorCode.OVERLOADED, message="no room", param="max_tokens")
+PROMPT_TIMES: Final = handoff.PromptTimes(queue_ms=1.5, compute_ms=20.25)
 SAMPLING: Final = requests.SamplingParams(
     max_tokens=64, seed=7, temperature=0.5, top_p=0.9, top_k=40, min_tokens=2, ignore_eos=True
 )
@@ -209,13 +210,14 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         first_token_rpc_ms=0.125,
     ),
     handoff.ReleaseHandoff(handoff_id="r1-0", reason="decode has taken over", tombstone_ms=65000),
-    handoff.Released(handoff_id="r1-0", response_rpc_ms=0.75),
+    handoff.Released(handoff_id="r1-0", response_rpc_ms=0.75, prompt=PROMPT_TIMES),
     handoff.RequestEnded(
         handoff_id="r1-0",
         incarnation="i0b",
         num_tokens=64,
         finish_reason=requests.FinishReason.LENGTH,
         error=ERROR,
+        prompt=PROMPT_TIMES,
     ),
     handoff.HandoffRecord(
         handoff_id="r1-0",
@@ -252,7 +254,16 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         num_blocks=64,
         num_slots=8,
         max_sequence_tokens=1024,
-        load=workers.WorkerLoad(num_free_blocks=60, num_free_slots=7, num_waiting=1, num_running=2),
+        load=workers.WorkerLoad(
+            num_free_blocks=60,
+            num_free_slots=7,
+            num_waiting=1,
+            num_running=2,
+            replicas=(
+                workers.ReplicaRoom(num_free_blocks=40, num_free_slots=4),
+                workers.ReplicaRoom(num_free_blocks=20, num_free_slots=3),
+            ),
+        ),
     ),
     leases.LeaseValue(holder="broker-0", start="0123abcd"),
     workers.DescribeWorker(rank=1),

@@ -14,17 +14,29 @@ from common.bus.memory import MemoryServer
 from common.runtime.trace import new_trace, within
 from contracts import subjects
 from contracts.codec import decode, encode
-from contracts.errors import ErrorCode
+from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
-from contracts.handoff import CommitHandoff, HandoffRecord, HandoffState, ReleaseHandoff, RunPrefill
+from contracts.handoff import (
+    CommitHandoff,
+    HandoffRecord,
+    HandoffState,
+    PromptTimes,
+    Released,
+    ReleaseHandoff,
+    RunMixed,
+    RunPrefill,
+)
 from contracts.manifest import Role
-from contracts.phases import PHASE_FIELDS, Phase, phases_of
+from contracts.phases import PHASE_FIELDS, Phase, phases_of, phases_of_prompt
 from contracts.requests import Accepted, FinishReason
+from contracts.subjects import WorkerVerb
 from contracts.trace import read_trace
 from services.broker.core.turn import MAX_NAMED_PARTS
-from tests.integration.broker_world import DECODE, HANDOFF, World, in_world
+from tests.integration.broker_world import DECODE, HANDOFF, MIXED, World, in_world
 
 OK = Accepted(handoff_id=HANDOFF)
+TIMES = PromptTimes(queue_ms=2.5, compute_ms=40.0)
+PHASES = {str(phase): value for phase, value in phases_of_prompt(TIMES)}
 
 
 async def committed(world: World, submitted: bool = False) -> None:
@@ -35,6 +47,13 @@ async def committed(world: World, submitted: bool = False) -> None:
     await world.publish_parts()
     assert await world.finish_prefill() == OK
     await world.until(lambda: bool(world.decode.of(CommitHandoff)))
+
+
+async def mixed_begun(world: World) -> None:
+    """A request runs on the mixed worker."""
+    assert await world.submit(mixed=True) == OK
+    await world.until(lambda: bool(world.mixed.of(RunMixed)))
+    await world.until(lambda: world.broker.handoff(HANDOFF).run_accepted)  # type: ignore[union-attr]
 
 
 async def over(world: World) -> None:
@@ -263,5 +282,54 @@ def test_the_places_of_handoffs_are_counted() -> None:
         await world.end()
         await over(world)
         assert places() == {}
+
+    in_world(scenario)
+
+
+def test_the_broker_counts_what_the_end_tells_once() -> None:
+    """One figure in the line and in the histogram, though the report comes twice; the worker has published the event."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        with capture_logs() as lines:
+            await mixed_begun(world)
+            await world.end(MIXED.incarnation, prompt=TIMES)
+            await world.end(MIXED.incarnation, prompt=TIMES)
+            await over(world)
+        line = last_line(lines)
+        assert line["phases_ms"].items() >= PHASES.items()
+        counted = samples(world, "pdmesh_handoff_phase_seconds_count")
+        assert [counted[str(phase), ""] for phase in (Phase.PREFILL_QUEUE, Phase.PREFILL_COMPUTE)] == [1.0, 1.0]
+        sums = samples(world, "pdmesh_handoff_phase_seconds_sum")
+        assert sums["prefill_compute", ""] == TIMES.compute_ms / 1e3
+        assert EventName.PREFILL_FINISHED not in {event.event for event in await world.events()}
+
+    in_world(scenario)
+
+
+def test_the_broker_counts_what_a_release_tells() -> None:
+    """The router saw a stop string: the worker reports no end, but answers the release."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        world.mixed.scripts[WorkerVerb.RELEASE] = lambda message: Released(handoff_id=message.handoff_id, prompt=TIMES)
+        with capture_logs() as lines:
+            await mixed_begun(world)
+            await world.cancel("a stop string was met", num_tokens=7, finish_reason=FinishReason.STOP)
+            await over(world)
+        assert world.mixed.of(ReleaseHandoff)
+        assert last_line(lines)["phases_ms"].items() >= PHASES.items()
+
+    in_world(scenario)
+
+
+def test_an_end_without_figures_leaves_them_out() -> None:
+    """A request that failed before its first token has none, and none are made up."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        with capture_logs() as lines:
+            await mixed_begun(world)
+            error = ErrorInfo(code=ErrorCode.INTERNAL, message="the engine is dead")
+            await world.end(MIXED.incarnation, finish_reason=None, error=error)
+            await over(world)
+        assert not PHASES.keys() & last_line(lines)["phases_ms"].keys()
 
     in_world(scenario)

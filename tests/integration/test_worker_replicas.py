@@ -161,6 +161,7 @@ def test_what_fits_into_all_replicas_together_but_into_none_is_refused() -> None
         record = service.record()
         assert (record.dp, record.tp, record.num_blocks, record.num_slots) == (2, 1, 16, 64)
         assert (record.load.num_free_blocks, record.load.num_free_slots) == (16, 64)
+        assert [(room.num_free_blocks, room.num_free_slots) for room in record.load.replicas] == [(8, 32), (8, 32)]
         assert record.max_sequence_tokens == 8 * 16
         refused = await mesh.reserve(SamplingParams(max_tokens=8 * 16, seed=1))
         assert refused.error.code is ErrorCode.PROMPT_TOO_LONG

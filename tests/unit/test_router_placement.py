@@ -8,7 +8,7 @@ from contracts.errors import ErrorCode, PdmeshError
 from contracts.links import LinkRecord, LinkState
 from contracts.requests import DisaggregatedRoute, MixedRoute, WorkerRef
 from contracts.subjects import link_key
-from contracts.workers import WorkerLoad, WorkerRecord, WorkerRole, WorkerState
+from contracts.workers import ReplicaRoom, WorkerLoad, WorkerRecord, WorkerRole, WorkerState
 from services.router.core.mesh_view import MeshView
 from services.router.core.placement import Loads, Placing, largest_sequence, place, ref_of
 from services.router.core.readiness import missing
@@ -169,6 +169,45 @@ def test_full_workers_come_after_those_with_room() -> None:
     assert place(records, Loads(), placing(num_prompt_tokens=20)) == MixedRoute(
         mixed=ref_of(records.workers["mixed-1"])
     )
+
+
+@pytest.mark.parametrize(
+    ("rooms", "chosen"),
+    [
+        (((3, 1), (3, 1)), "decode-1"),
+        (((4, 0), (0, 4)), "decode-1"),
+        (((0, 0), (4, 1)), "decode-0"),
+        ((), "decode-0"),
+    ],
+    ids=["in no replica alone", "blocks here, slots there", "in one replica", "one that does not say"],
+)
+def test_room_is_what_one_replica_has(rooms: tuple[tuple[int, int], ...], chosen: str) -> None:
+    """A sequence lives in one replica: what several have left together is no room for it. 50 tokens take 4 blocks."""
+    replicas = tuple(ReplicaRoom(num_free_blocks=blocks, num_free_slots=slots) for blocks, slots in rooms)
+    load = WorkerLoad(num_free_blocks=6, num_free_slots=4, num_waiting=0, num_running=0, replicas=replicas)
+    records = mesh(
+        worker("prefill-0"),
+        worker("decode-0", dp=2, load=load),
+        worker("decode-1", running=2),
+        link("prefill-0", "decode-0"),
+        link("prefill-0", "decode-1"),
+    )
+    assert place(records, Loads(), placing(num_prompt_tokens=40, max_tokens=10)) == pair("prefill-0", chosen)
+
+
+def test_a_prefill_worker_needs_room_for_the_prompt() -> None:
+    """It computes the prompt in one of its replicas, where the prompt would wait; the answer needs no room there."""
+    replicas = (ReplicaRoom(num_free_blocks=2, num_free_slots=1),) * 2
+    load = WorkerLoad(num_free_blocks=4, num_free_slots=2, num_waiting=0, num_running=0, replicas=replicas)
+    records = mesh(
+        worker("prefill-0", dp=2, load=load),
+        worker("prefill-1", running=2),
+        worker("decode-0"),
+        link("prefill-0", "decode-0"),
+        link("prefill-1", "decode-0"),
+    )
+    assert place(records, Loads(), placing(num_prompt_tokens=32, max_tokens=900)) == pair("prefill-0", "decode-0")
+    assert place(records, Loads(), placing(num_prompt_tokens=33)) == pair("prefill-1", "decode-0")
 
 
 def test_prompts_that_fit_nowhere_are_refused_for_good() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 import msgspec
-
-MAX_REPLICAS: Final = 64
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.worker.core.blocks import Reservation
+from contracts.handoff import PromptTimes
 from contracts.rank import PushTarget
 from contracts.requests import FinishReason, SamplingParams
 from contracts.trace import TraceContext
@@ -25,7 +26,8 @@ class Sequence:
 
     Positions `[0, num_computed)` have cache. `pending_token` is the token at position `num_computed` when it has been
     sampled but not computed; while it is None the prompt's own tokens come next. `trace` is the hop of the command that brought
-    it, at `accepted_ns`; one that waited has its memory since `bound_ns`; `secret` lets peers write into its memory; `outcome` says in one word how it ended, for those who count.
+    it, at `accepted_ns`; one that waited has its memory since
+    `bound_ns`; a mixed worker had its first token at `computed_ns`; `secret` lets peers write into its memory; `outcome` says in one word how it ended, for those who count.
     """
 
     seq: int
@@ -49,7 +51,17 @@ class Sequence:
     num_cached_tokens: int = 0
     accepted_ns: int = 0
     bound_ns: int = 0
+    computed_ns: int = 0
     outcome: str = ""
+
+    @property
+    def prompt_times(self) -> PromptTimes | None:
+        """What the prompt took, once a mixed worker has computed it."""
+        if not self.computed_ns:
+            return None
+        return PromptTimes(
+            queue_ms=(self.bound_ns - self.accepted_ns) / 1e6, compute_ms=(self.computed_ns - self.bound_ns) / 1e6
+        )
 
     @property
     def num_prompt_left(self) -> int:

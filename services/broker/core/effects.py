@@ -11,6 +11,7 @@ from contracts.events import EventName
 from contracts.handoff import (
     CommitHandoff,
     HandoffRecord,
+    PromptTimes,
     QueryParts,
     ReleaseHandoff,
     ReserveDecode,
@@ -104,6 +105,12 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, Any]
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """Count what a worker has measured and told people itself. It may be told twice."""
+
+    prompt: PromptTimes
+
+
 class Forget(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing will follow. The shell keeps the handoff a while, for those who ask again, then drops it."""
 
@@ -120,5 +127,6 @@ Effect: TypeAlias = (
     | HintCancel
     | AnswerRouter
     | Publish
+    | Measured
     | Forget
 )

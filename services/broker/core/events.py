@@ -11,7 +11,15 @@ from typing import TypeAlias
 import msgspec
 
 from contracts.errors import ErrorInfo
-from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, Reserved, TakenOver
+from contracts.handoff import (
+    HandoffRecord,
+    PartsReport,
+    PrefillFinished,
+    PromptTimes,
+    RequestEnded,
+    Reserved,
+    TakenOver,
+)
 from contracts.manifest import PlannedPart
 from contracts.requests import FinishReason, SubmitRequest, WorkerRef
 from contracts.workers import WorkerRole
@@ -160,7 +168,7 @@ class WorkerGone(msgspec.Struct, frozen=True, kw_only=True):
 class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
     """A worker acknowledged its release after `rpc_ms`; or it is not there to do so, and the shell gave up.
 
-    `response_rpc_ms` is what a prefill worker says of its own report.
+    `response_rpc_ms` is what a prefill worker says of its own report, `prompt` what a mixed worker says of the prompt.
     """
 
     at_ns: int
@@ -168,6 +176,7 @@ class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: bool
     rpc_ms: float | None = None
     response_rpc_ms: float | None = None
+    prompt: PromptTimes | None = None
 
 
 Event: TypeAlias = (

@@ -218,6 +218,7 @@ def worker_ended(turn: Turn, message: RequestEnded) -> None:
     if role not in handoff.settled:
         turn.set(settled=handoff.settled | {role})
         turn.publish(EventName.DECODE_RELEASED)
+    turn.measured(message.prompt)
     if role is WorkerRole.DECODE:
         turn.release(WorkerRole.PREFILL, "the request has ended")
     if message.error is not None:
@@ -286,6 +287,7 @@ def settle(turn: Turn, event: ReleaseSettled) -> None:
     if event.acknowledged:
         name = EventName.PREFILL_RELEASED if role is WorkerRole.PREFILL else EventName.DECODE_RELEASED
         turn.publish(name, rpc_ms=event.rpc_ms, response_rpc_ms=event.response_rpc_ms)
+        turn.measured(event.prompt)
 
 
 def _check_later(turn: Turn) -> None:

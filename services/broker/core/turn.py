@@ -11,6 +11,7 @@ from contracts.events import EventName
 from contracts.handoff import (
     HandoffRecord,
     HandoffState,
+    PromptTimes,
 )
 from contracts.requests import MixedRoute
 from contracts.workers import WorkerRole
@@ -23,6 +24,7 @@ from services.broker.core.effects import (
     AskReserve,
     AskRun,
     Effect,
+    Measured,
 )
 from services.broker.core.handoff import Handoff, Verdict
 
@@ -65,6 +67,11 @@ class Turn:
     def publish(self, name: EventName, **fields: Any) -> None:
         """Tell people."""
         self.effects.append(messages.happened(self.handoff, name, self.at_ns, fields))
+
+    def measured(self, prompt: PromptTimes | None) -> None:
+        """Count what a mixed worker says of its prompt, if it says anything."""
+        if prompt is not None:
+            self.effects.append(Measured(prompt=prompt))
 
     def since(self, began_ns: int) -> float:
         """Milliseconds from then to now."""

@@ -173,7 +173,11 @@ def _rank(way: Candidate, turn: int, loads: Loads, placing: Placing) -> tuple[bo
 
 
 def _has_room(way: Candidate, placing: Placing) -> bool:
-    last = way.workers[-1]
-    needed = placing.num_prompt_tokens + placing.max_tokens
-    free = last.load.num_free_blocks * last.block_size * last.dcp
-    return free >= needed and all(worker.load.num_free_slots > 0 for worker in way.workers)
+    """Whether each worker has one replica that could take it at once; only the one that decodes also holds the answer."""
+    first, last = way.workers[0], way.workers[-1]
+    whole = placing.num_prompt_tokens + placing.max_tokens
+    return _has_room_for(first, placing.num_prompt_tokens) and _has_room_for(last, whole)
+
+
+def _has_room_for(worker: WorkerRecord, num_tokens: int) -> bool:
+    return worker.load.has_room(num_tokens, block_tokens=worker.block_size * worker.dcp)
