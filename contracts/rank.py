@@ -1,7 +1,7 @@
 """What a worker's asyncio process and its rank processes say to each other, one msgpack message a datagram.
 
-Every command is answered by every rank, in the order in which commands were sent; `PartPushed` and `RankProgress` come on
-their own. Versions are not mixed here: both ends are the same build.
+Every command is answered by every rank, in the order in which commands were sent; `PartPushed`, `PeerLinked` and
+`RankProgress` come on their own. Versions are not mixed here: both ends are the same build.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from contracts.manifest import Namespace, RankManifest, Role
 from contracts.requests import SamplingParams, WorkerRef
 
 MAX_RANK_MESSAGE_BYTES: Final = 192 * 1024
+MAX_CONNECTING: Final = 8
+"""Links that the ranks of an engine make at the same time, each in a thread of its own."""
 
 
 class CollectivesKind(StrEnum):
@@ -96,16 +98,26 @@ class AddPeerRank(msgspec.Struct, frozen=True, kw_only=True, tag="add_peer_rank"
 
 
 class LinkPeer(msgspec.Struct, frozen=True, kw_only=True, tag="link_peer"):
-    """Compile the plan against a peer whose ranks have been added, and connect to the regions of all its replicas.
+    """Begin to compile the plan against a peer whose ranks have been added, and to connect to the regions of all its replicas.
 
-    Answered by `Done`.
+    Answered by `Done` at once. `PeerLinked` follows with the same `attempt`, unless the peer is unlinked or linked anew before.
     """
 
     peer: WorkerRef
+    attempt: int
+
+
+class PeerLinked(msgspec.Struct, frozen=True, kw_only=True, tag="peer_linked"):
+    """What came of a `LinkPeer`: pushes may go to the peer, in place of an earlier link. With an `error` an earlier link stays."""
+
+    rank: int
+    peer: WorkerRef
+    attempt: int
+    error: ErrorInfo | None = None
 
 
 class UnlinkPeer(msgspec.Struct, frozen=True, kw_only=True, tag="unlink_peer"):
-    """Forget a peer and close its regions. Unknown peers are no error. Answered by `Done`."""
+    """Forget a peer and close its regions; give up connecting to it. Unknown peers are no error. Answered by `Done`."""
 
     peer: WorkerRef
 
@@ -257,7 +269,7 @@ RankCommand: TypeAlias = (
     StartRank | AddPeerRank | LinkPeer | UnlinkPeer | BindSequence | ReleaseSequences | StepPlan | ScanRank | StopRank
 )
 RankAnswer: TypeAlias = RankStarted | StepDone | RankScan | Done
-RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed
+RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed | PeerLinked
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _commands: Final = msgspec.msgpack.Decoder(RankCommand)

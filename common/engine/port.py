@@ -62,8 +62,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """A group of ranks that share one model: one replica of a worker.
 
-    Commands are sequential: one caller at a time, in the order in which all ranks see them. Each raises `EngineError` when
-    the command failed alike on all ranks, `EngineDeadError` when the engine is lost. Every wait inside has a deadline.
+    Commands are sequential: one caller at a time, in the order in which all ranks see them. Only `link` may go on beside other
+    commands. Each raises `EngineError` when the command failed alike on all ranks, `EngineDeadError` when the engine is lost.
+    Every wait inside has a deadline.
     """
 
     async def start(self) -> EngineInfo:
@@ -74,12 +75,14 @@ class Engine(Protocol):
         """Compile the reshard plan to `peer` and connect to its regions, in place of an earlier link.
 
         `ranks` are the ranks of all replicas of the peer, in any order; a push goes to the replica that its grant names.
-        Raises `EngineError` with the rule that forbids it; the peer is then not linked at all.
+        It waits for the peer, and holds off other commands for a moment only: steps and pushes to others go on. Raises
+        `EngineError` with the rule that forbids it, or when the peer is unlinked or linked anew meanwhile; but for a newer
+        link the peer is then not linked at all. Whoever cancels it unlinks the peer.
         """
         ...
 
     async def unlink(self, peer: WorkerRef) -> None:
-        """Forget a peer."""
+        """Forget a peer, or give up linking with it."""
         ...
 
     async def bind(self, binding: BindSequence) -> None:

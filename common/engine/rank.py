@@ -13,14 +13,15 @@ import torch
 from common.dataplane.failpoints import parse_failpoints
 from common.dataplane.port import DataPlane, Quiescence, WriteGrant
 from common.engine.attention_metadata import AttentionGeometry
-from common.engine.cache import TORCH_DTYPES, LayerCaches, cache_shape
+from common.engine.cache import TORCH_DTYPES, LayerCaches
+from common.engine.cache_shape import cache_shape
 from common.engine.collectives.port import Collectives
 from common.engine.config import ModelConfig, load_config
 from common.engine.device.cpu import CpuDevice
 from common.engine.device.port import Device
 from common.engine.fingerprint import checkpoint_fingerprint
 from common.engine.model import Model
-from common.engine.peers import CONNECT_TIMEOUT_S, PeerTable
+from common.engine.peer_table import PeerTable
 from common.engine.push_faults import PushFaults
 from common.engine.pusher import Pusher
 from common.engine.sampler import Sampler
@@ -38,6 +39,7 @@ from contracts.rank import (
     Done,
     LinkPeer,
     PartPushed,
+    PeerLinked,
     RankAnswer,
     RankCommand,
     RankProgress,
@@ -57,12 +59,12 @@ DEVICES: Final = {"cpu": CpuDevice}
 
 @dataclass(frozen=True, kw_only=True)
 class RankPorts:
-    """What a rank is given from outside. `emit` may be called from two threads, and must not wait without a bound."""
+    """What a rank is given from outside. `emit` may be called from several threads, and must not wait without a bound."""
 
     collectives: Collectives | None
     data_plane: DataPlane
     clock: Clock
-    emit: Callable[[PartPushed | RankProgress], None]
+    emit: Callable[[PartPushed | PeerLinked | RankProgress], None]
 
 
 def error_info(error: Exception) -> ErrorInfo:
@@ -103,7 +105,7 @@ class Rank:
         self._progress("caches", 1)
         self._region = ports.data_plane.allocate(region_map.nbytes, start.num_blocks + start.num_slots)
         self._caches = LayerCaches(region_map, self._region.data)
-        self._peers = PeerTable(start.rank, ports.data_plane)
+        self._peers = PeerTable(start.rank, ports.data_plane, ports.clock, self._linked)
         self._pusher = Pusher(
             rank=start.rank,
             region=self._region,
@@ -172,7 +174,7 @@ class Rank:
             case AddPeerRank():
                 self._peers.add(command)
             case LinkPeer():
-                self._peers.link(command.peer, self._ports.clock.monotonic() + CONNECT_TIMEOUT_S)
+                self._peers.link(command.peer, command.attempt)
             case UnlinkPeer():
                 self._peers.unlink(command.peer)
             case ScanRank():
@@ -184,6 +186,10 @@ class Rank:
             case _:
                 assert_never(command)
         return done
+
+    def _linked(self, peer: WorkerRef, attempt: int, error: Exception | None) -> None:
+        info = None if error is None else error_info(error)
+        self._ports.emit(PeerLinked(rank=self._start.rank, peer=peer, attempt=attempt, error=info))
 
     def _progress(self, phase: str, done: int) -> None:
         self._ports.emit(RankProgress(rank=self._start.rank, phase=phase, done=done, total=2))

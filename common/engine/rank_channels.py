@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
+from common.engine.link_reports import LinkReports
 from common.engine.port import EngineDeadError
 from contracts.errors import CodecError
 from contracts.rank import (
     MAX_RANK_MESSAGE_BYTES,
     Done,
     PartPushed,
+    PeerLinked,
     RankAnswer,
     RankCommand,
     RankProgress,
@@ -57,6 +59,7 @@ class RankChannels:
         # Reports are taken in even when nobody reads: a rank must not block on a slow reader. Beyond the bound the ranks are dead.
         self._pushes: asyncio.Queue[PartPushed | None] = asyncio.Queue(MAX_PUSH_REPORTS)
         self._progress: asyncio.Queue[RankProgress | None] = asyncio.Queue(MAX_PUSH_REPORTS)
+        self.links = LinkReports(size)
         self._death: str | None = None
 
     def attach(self, connections: Sequence[socket.socket]) -> None:
@@ -69,10 +72,22 @@ class RankChannels:
 
     async def ask(self, commands: Sequence[RankCommand], timeout_s: float) -> tuple[RankAnswer, ...]:
         """Send each rank its command; the answer of each. Raises `EngineDeadError`, `CodecError` for a command that is too long."""
+        (answers,) = await self.ask_in_turn([commands], timeout_s)
+        return answers
+
+    async def ask_in_turn(
+        self, rounds: Sequence[Sequence[RankCommand]], timeout_s: float
+    ) -> list[tuple[RankAnswer, ...]]:
+        """Ask round after round, with no command of anybody else in between. The timeout is for each round; raises as `ask` does."""
+        # To wait for the turn is no sign of a silent rank: it is somebody else's command, which has a timeout of its own.
+        async with self._turn:
+            return [await self._ask(commands, timeout_s) for commands in rounds]
+
+    async def _ask(self, commands: Sequence[RankCommand], timeout_s: float) -> tuple[RankAnswer, ...]:
         loop = asyncio.get_running_loop()
         ask = _Ask(len(commands), loop.create_future())
         try:
-            async with asyncio.timeout(timeout_s), self._turn:
+            async with asyncio.timeout(timeout_s):
                 self.check_alive()
                 messages = [encode(command) for command in commands]
                 for rank, message in enumerate(messages):
@@ -131,6 +146,7 @@ class RankChannels:
                     # The caller may have gone; a failure that nobody awaits is no news then.
                     ask.future.exception()
             asks.clear()
+        self.links.die(reason)
         for queue in (self._pushes, self._progress):
             if queue.full():
                 queue.get_nowait()
@@ -165,6 +181,8 @@ class RankChannels:
                 match message:
                     case PartPushed():
                         self._pushes.put_nowait(message)
+                    case PeerLinked():
+                        self.links.put(rank, message)
                     case RankProgress():
                         self._progress.put_nowait(message)
                     case RankStarted() | StepDone() | RankScan() | Done():

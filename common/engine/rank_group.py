@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from common.engine.config import load_config
+from common.engine.link_reports import Linking
 from common.engine.port import EngineDeadError, EngineError, EngineInfo, StepResult
 from common.engine.rank_channels import RankChannels
 from common.engine.rank_launch import Launcher, RankHandle
 from common.runtime.clock import SystemClock
-from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError
+from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
 from contracts.rank import (
+    MAX_CONNECTING,
     AddPeerRank,
     BindSequence,
     Done,
     LinkPeer,
     PartPushed,
+    PeerLinked,
     PeerSide,
     RankAnswer,
     RankCommand,
@@ -42,7 +46,10 @@ AnswerT = TypeVar("AnswerT", bound=RankAnswer)
 
 
 class RankGroupTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to wait for all ranks, in seconds. A release waits for its own timeout on top of `command_s`."""
+    """How long to wait for all ranks, in seconds. A release waits for its own timeout on top of `command_s`.
+
+    `link_s` is for their reports of a link, longer than `common.engine.peers.CONNECT_TIMEOUT_S` and a plan take.
+    """
 
     start_s: float = 300.0
     command_s: float = 60.0
@@ -76,6 +83,8 @@ class RankGroup:
         self._channels = RankChannels(len(starts))
         self._handles: list[RankHandle] = []
         self._stopping = False
+        self._connecting = asyncio.Semaphore(MAX_CONNECTING)
+        self._attempts = count(1)
         self._manifests: tuple[RankStarted, ...] = ()
 
     async def start(self) -> EngineInfo:
@@ -106,25 +115,25 @@ class RankGroup:
         )
 
     async def link(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
-        """See `Engine.link`. This engine is the source."""
-        commands: list[RankCommand] = [
-            AddPeerRank(peer=peer, side=PeerSide.SOURCE, manifest=own.manifest) for own in self._manifests
-        ]
-        commands += [
-            AddPeerRank(peer=peer, side=PeerSide.DESTINATION, manifest=rank.manifest, region=rank.region)
-            for rank in ranks
-        ]
-        commands.append(LinkPeer(peer=peer))
-        try:
-            for command in commands:
-                await self._tell(command, self._timeouts.link_s)
-        except EngineError:
-            # Some rank may have linked: all forget it alike.
-            await self.unlink(peer)
-            raise
+        """See `Engine.link`. This engine is the source. Of more than `MAX_CONNECTING` at a time the last wait for the first."""
+        async with self._connecting:
+            linking = self._channels.links.begin(peer, next(self._attempts))
+            try:
+                await self._begin_link(linking, ranks)
+                await self._reports_of(linking)
+            except EngineDeadError:
+                raise
+            except PdmeshError:
+                # Some rank may have linked, or go on trying: all forget it alike.
+                if not linking.is_given_up:
+                    await self.unlink(peer)
+                raise
+            finally:
+                self._channels.links.forget(linking)
 
     async def unlink(self, peer: WorkerRef) -> None:
         """See `Engine.unlink`."""
+        self._channels.links.give_up(peer)
         await self._tell(UnlinkPeer(peer=peer), self._timeouts.command_s)
 
     async def bind(self, binding: BindSequence) -> None:
@@ -146,9 +155,7 @@ class RankGroup:
     async def step(self, plan: StepPlan) -> StepResult:
         """See `Engine.step`."""
         answers = await self._ask([plan] * len(self._starts), StepDone, self._timeouts.step_s)
-        errors = [answer.error for answer in answers if answer.error is not None]
-        if errors:
-            self._raise_verdict(errors, len(answers))
+        self._check(answers)
         return StepResult(
             step=plan.step,
             tokens=answers[0].tokens,
@@ -206,13 +213,52 @@ class RankGroup:
                 connection.close()
         self._channels.attach(ours)
 
+    async def _begin_link(self, linking: Linking, ranks: tuple[WorkerDescription, ...]) -> None:
+        """Let all ranks begin an attempt. Raises the verdict when any of them refuses."""
+        peer = linking.peer
+        commands: list[RankCommand] = [
+            AddPeerRank(peer=peer, side=PeerSide.SOURCE, manifest=own.manifest) for own in self._manifests
+        ]
+        commands += [
+            AddPeerRank(peer=peer, side=PeerSide.DESTINATION, manifest=rank.manifest, region=rank.region)
+            for rank in ranks
+        ]
+        commands.append(LinkPeer(peer=peer, attempt=linking.attempt))
+        rounds = [[command] * len(self._starts) for command in commands]
+        for answers in await self._channels.ask_in_turn(rounds, self._timeouts.command_s):
+            self._check(answers)
+
+    async def _reports_of(self, linking: Linking) -> None:
+        """Wait until every rank has linked. Raises the verdict when one could not, or said nothing in time."""
+        timeout_s, name = self._timeouts.link_s, linking.peer.worker_id
+        try:
+            async with asyncio.timeout(timeout_s):
+                await linking.ended
+        except TimeoutError as error:
+            silent = sorted(set(range(len(self._starts))) - linking.reports.keys())
+            text = f"ranks {silent} did not say within {timeout_s:g} s whether they are linked with {name}"
+            raise EngineError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
+        if linking.is_given_up:
+            raise EngineError(
+                f"{name} was unlinked, or linked anew, while it was being linked", code=ErrorCode.CANCELLED
+            )
+        self._check([linking.reports[rank] for rank in range(len(self._starts))])
+
     async def _tell(self, command: RankCommand, timeout_s: float) -> tuple[Done, ...]:
         """Send one command to all ranks; raise the verdict when any of them refuses."""
         answers = await self._ask([command] * len(self._starts), Done, timeout_s)
-        errors = [answer.error for answer in answers if answer.error is not None]
+        self._check(answers)
+        return answers
+
+    def _check(self, answers: Sequence[RankAnswer | PeerLinked]) -> None:
+        """Raise the verdict when some rank has an error."""
+        errors = [
+            answer.error
+            for answer in answers
+            if isinstance(answer, Done | StepDone | PeerLinked) and answer.error is not None
+        ]
         if errors:
             self._raise_verdict(errors, len(answers))
-        return answers
 
     def _raise_verdict(self, errors: Sequence[ErrorInfo], size: int) -> None:
         """One error for all: the first rank's, and how many ranks had one when it was not all of them."""

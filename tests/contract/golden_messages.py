@@ -387,7 +387,7 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         load_ms=12.5,
     ),
     rank.AddPeerRank(peer=DECODE, side=rank.PeerSide.DESTINATION, manifest=MANIFEST, region=REGION),
-    rank.LinkPeer(peer=DECODE),
+    rank.LinkPeer(peer=DECODE, attempt=3),
     rank.UnlinkPeer(peer=DECODE),
     rank.BindSequence(
         seq=9,
@@ -436,6 +436,7 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         outcome=rank.PushOutcome.INDETERMINATE,
         reason="the lock was held",
     ),
+    rank.PeerLinked(rank=1, peer=DECODE, attempt=3, error=ERROR),
     rank.RankScan(rank=1, seqs=(9, 10), num_queued_pushes=2, num_open_fds=20, num_memfds=1),
     rank.Done(rank=1, error=ERROR, indeterminate=(9,)),
 )

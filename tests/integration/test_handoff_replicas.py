@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from common.engine.peers import Peer, PeerTable
+from common.engine.peer_table import PeerTable
+from common.engine.peers import Peer
 from common.layout.replicas import plan_workers
 from common.runtime.clock import SystemClock
 from common.worker.replica import StartedEngine
