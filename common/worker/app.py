@@ -11,10 +11,12 @@ from common.bus.storage import EVENTS_CONFIG
 from common.engine.port import Engine, EngineDeadError
 from common.runtime.admin import AdminRoutes, AdminServer
 from common.runtime.clock import Clock, SystemClock
+from common.runtime.host_memory import available_memory
 from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
 from common.runtime.logging import configure_logging
 from common.runtime.metrics import Metrics
 from common.runtime.settings import SettingsError, load_from_arguments
+from common.worker.cache_need import check_cache_fits
 from common.worker.engines import make_engines, start_engines
 from common.worker.host import WorkerHost
 from common.worker.service import WorkerParts, WorkerService
@@ -26,6 +28,7 @@ def run_worker(kind: type[WorkerService], argv: list[str]) -> int:
     """Run a worker of one role to its end; returns the process's exit status."""
     try:
         settings = load_from_arguments(WorkerSettings, role=kind.role, argv=argv).value
+        check_cache_fits(settings, available_memory())
     except SettingsError as error:
         print(error.message, file=sys.stderr)
         return EXIT_SETTINGS

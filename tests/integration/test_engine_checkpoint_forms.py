@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5ForCausalLM
 
-from common.engine.cache import LayerCaches, cache_shape
+from common.engine.cache import LayerCaches
+from common.engine.cache_shape import cache_shape
 from common.engine.config import load_config
 from common.engine.device.cpu import CpuDevice
 from common.engine.fingerprint import checkpoint_fingerprint

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from common.engine.attention_metadata import AttentionGeometry
-from common.engine.cache import LayerCaches, cache_shape
+from common.engine.cache import LayerCaches
+from common.engine.cache_shape import cache_shape
 from common.engine.config import load_config
 from common.engine.device.cpu import CpuDevice
 from common.engine.model import Model

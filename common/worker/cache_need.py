@@ -1,0 +1,95 @@
+"""How much memory a worker's caches take, and that this machine has it: known before any rank starts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from common.dataplane.shm_memory import CELL_BYTES, data_offset
+from common.engine.cache_shape import cache_shape
+from common.engine.config import load_config
+from common.layout.region import lay_out
+from common.runtime.host_memory import HostMemory
+from common.runtime.settings import SettingsError, SettingsProblem
+from common.worker.settings import EngineKind, WorkerSettings
+from contracts.errors import InvalidValueError
+from contracts.manifest import Coordinates, Dtype, Role
+
+_PAGED: Final = frozenset({Role.KEY, Role.VALUE})
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class CacheNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the caches of all ranks of all replicas take together, whatever the transport: each rank allocates all of its own at once.
+
+    `num_bytes` are all, with what a region has beside its data. One more block in `num_blocks` takes `block_bytes`, one more slot in
+    `num_slots` takes `slot_bytes`.
+    """
+
+    num_bytes: int
+    block_bytes: int
+    slot_bytes: int
+
+
+def cache_need(settings: WorkerSettings) -> CacheNeed | None:
+    """What a worker of these settings would allocate; None for an engine that allocates nothing.
+
+    Raises `InvalidValueError` for a checkpoint that cannot be read or a cut that is not legal.
+    """
+    if settings.engine is not EngineKind.RANKS:
+        return None
+    shape = cache_shape(
+        load_config(settings.model),
+        dtype=Dtype(settings.dtype),
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        num_slots=settings.num_slots,
+    )
+    num_bytes = block_bytes = slot_bytes = 0
+    for rank in range(settings.tp):
+        region = lay_out(shape, Coordinates(tp_rank=rank, tp_size=settings.tp))
+        num_bytes += data_offset(settings.num_blocks + settings.num_slots) + region.nbytes
+        block_bytes += CELL_BYTES
+        slot_bytes += CELL_BYTES
+        for cache in region.caches.values():
+            if cache.role in _PAGED:
+                block_bytes += cache.entry_bytes
+            else:
+                slot_bytes += cache.entry_bytes
+    return CacheNeed(
+        num_bytes=settings.dp * num_bytes, block_bytes=settings.dp * block_bytes, slot_bytes=settings.dp * slot_bytes
+    )
+
+
+def check_cache_fits(settings: WorkerSettings, memory: HostMemory | None) -> None:
+    """Raise `SettingsError` when the caches are more than `memory` holds: it names the setting that is too large, and by how much.
+
+    A checkpoint that cannot be read and an illegal cut are left to the ranks, which check more of them; and so is a machine of
+    which nothing is known.
+    """
+    try:
+        need = cache_need(settings)
+    except InvalidValueError:
+        return
+    if need is None or memory is None or need.num_bytes <= memory.num_bytes:
+        return
+    all_slots = settings.num_slots * need.slot_bytes
+    if all_slots + need.block_bytes > memory.num_bytes:
+        key, most, others = "num_slots", (memory.num_bytes - need.block_bytes) // need.slot_bytes, "it or dp"
+    else:
+        key, most, others = "num_blocks", (memory.num_bytes - all_slots) // need.block_bytes, "it, num_slots or dp"
+    rule = (
+        f"at most about {max(0, most)}: with dp={settings.dp} and tp={settings.tp} the caches of all ranks "
+        f"take {_shown(need.num_bytes)}, and {_shown(memory.num_bytes)} are available ({memory.bound}); the weights come on "
+        f"top. Lower {others}, or give this worker more memory"
+    )
+    raise SettingsError([SettingsProblem(key=key, value=str(getattr(settings, key)), rule=rule)])
+
+
+def _shown(num_bytes: int) -> str:
+    """As people say it, with the bytes themselves."""
+    amount, unit = float(num_bytes), 0
+    while amount >= 1024 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1024, unit + 1
+    return f"{amount:.1f} {_UNITS[unit]} ({num_bytes} bytes)" if unit else f"{num_bytes} bytes"

@@ -1,0 +1,101 @@
+"""A worker whose caches do not fit is refused before it starts: which setting, how much, how much there is, what to change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.dataplane.shm_memory import data_offset
+from common.engine.cache_shape import cache_shape
+from common.engine.config import load_config
+from common.layout.region import lay_out
+from common.runtime.host_memory import HostMemory
+from common.runtime.lifecycle import EXIT_SETTINGS
+from common.runtime.settings import SettingsError, SettingsProblem
+from common.worker.app import run_worker
+from common.worker.cache_need import cache_need, check_cache_fits
+from common.worker.settings import EngineKind, WorkerSettings
+from contracts.dataplane import Transport
+from contracts.manifest import Coordinates, Dtype
+from services.decode.service import DecodeService
+
+MODEL = Path(__file__).parents[2] / "models" / "tiny"
+
+
+def settings(**changes: Any) -> WorkerSettings:
+    """A worker of the shipped checkpoint."""
+    values: dict[str, Any] = {"worker_id": "decode-0", "model": MODEL, "num_blocks": 64, "num_slots": 8}
+    return WorkerSettings(**(values | changes))
+
+
+def memory(num_bytes: int) -> HostMemory:
+    """A machine that has so much left."""
+    return HostMemory(num_bytes=num_bytes, bound="MemAvailable of this machine")
+
+
+def needed(worker: WorkerSettings) -> int:
+    """What its caches take."""
+    need = cache_need(worker)
+    assert need is not None
+    return need.num_bytes
+
+
+def refusal(worker: WorkerSettings, available: int) -> SettingsProblem:
+    """Why it is refused."""
+    with pytest.raises(SettingsError) as error:
+        check_cache_fits(worker, memory(available))
+    (problem,) = error.value.problems
+    return problem
+
+
+def test_all_ranks_of_all_replicas_count() -> None:
+    """Each rank allocates its own region, as the ranks themselves lay it out."""
+    shape = cache_shape(load_config(MODEL), dtype=Dtype.FLOAT32, block_size=16, num_blocks=64, num_slots=8)
+    region = lay_out(shape, Coordinates(tp_rank=0, tp_size=2))
+    assert needed(settings(tp=2, dp=3)) == 6 * (data_offset(64 + 8) + region.nbytes)
+    assert needed(settings(dtype="bfloat16")) < needed(settings())
+
+
+@pytest.mark.parametrize("transport", list(Transport))
+def test_what_fits_to_the_byte_is_let_in_and_one_more_is_not(transport: Transport) -> None:
+    """Alike for both transports: a region is memory of this host either way."""
+    worker = settings(tp=2, dp=2, transport=transport)
+    check_cache_fits(worker, memory(needed(worker)))
+    assert refusal(worker, needed(worker) - 1).key == "num_blocks"
+
+
+def test_the_refusal_says_field_value_needs_and_what_to_change() -> None:
+    """A person can act on it without reading anything else."""
+    worker = settings(num_blocks=50_000_000, tp=2, dp=2)
+    problem = refusal(worker, 3 * 1024**3)
+    assert (problem.key, problem.value) == ("num_blocks", "50000000")
+    assert "with dp=2 and tp=2 the caches of all ranks take" in problem.rule
+    assert f"({needed(worker)} bytes)" in problem.rule
+    assert "3.0 GiB (3221225472 bytes) are available (MemAvailable of this machine)" in problem.rule
+    assert "Lower it, num_slots or dp" in problem.rule
+
+
+@pytest.mark.parametrize("key", ["num_blocks", "num_slots"])
+def test_the_number_that_it_names_fits(key: str) -> None:
+    """The setting to blame is the one that does not fit beside the other, and the most it may be is a good next try."""
+    too_many = settings(**{key: 4_000_000, "max_step_tokens": 4_000_000}, tp=2)
+    problem = refusal(too_many, 64 * 1024**2)
+    assert problem.key == key
+    most = int(problem.rule.removeprefix("at most about ").partition(":")[0])
+    assert most > 64
+    check_cache_fits(settings(**{key: most - 16, "max_step_tokens": 4_000_000}, tp=2), memory(64 * 1024**2))
+
+
+def test_nothing_is_refused_that_allocates_nothing_or_that_others_judge() -> None:
+    """A fake engine, a checkpoint that is not there, an illegal cut, a machine that says nothing of its memory."""
+    check_cache_fits(settings(engine=EngineKind.FAKE), memory(0))
+    check_cache_fits(settings(model=Path("/nowhere")), memory(0))
+    check_cache_fits(settings(tp=7), memory(0))
+    check_cache_fits(settings(), None)
+
+
+def test_a_worker_beyond_the_machine_exits_as_for_every_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2 and one line, before anything has started."""
+    spec = f"worker_id=decode-0,model={MODEL},num_blocks=1000000000000"
+    assert run_worker(DecodeService, [spec]) == EXIT_SETTINGS
+    assert "num_blocks = 1000000000000: at most about" in capsys.readouterr().err
