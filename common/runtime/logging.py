@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final, get_args
 import orjson
 import structlog
 
-from common.runtime.settings import LogLevel
+from common.runtime.setting_types import LogLevel
 from common.runtime.trace import current_trace
 
 LEVELS: Final[tuple[str, ...]] = get_args(LogLevel)

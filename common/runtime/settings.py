@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -29,9 +29,6 @@ ROLES: Final = ("router", "broker", "prefill", "decode", "mixed", "launcher")
 ENVIRONMENT_PREFIX: Final = "PD_"
 CONFIG_VARIABLE: Final = "PD_CONFIG"
 """Names the config file, unless the command line does."""
-
-LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
-"""What every service's `log_level` may be: lines below it are left out."""
 
 
 class SettingsProblem(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,17 +8,15 @@ from typing import Annotated
 
 import msgspec
 
-from common.runtime.settings import LogLevel, SettingsError, SettingsProblem
+from common.runtime.setting_types import Count, LogLevel, Port, Seconds
+from common.runtime.settings import SettingsError, SettingsProblem
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from contracts.rank import CollectivesKind
 from contracts.workers import MAX_REPLICAS
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class EngineKind(StrEnum):
@@ -29,47 +27,68 @@ class EngineKind(StrEnum):
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a prefill, decode or mixed worker.
-
-    It has `dp` replicas of `tp` ranks each; all other numbers are of one replica. `num_blocks` and `num_slots` are its
-    cache: blocks of `block_size` tokens, and sequences at once. A step computes at
-    most `max_step_tokens` tokens, of one prompt at most `prefill_chunk_tokens`; `mix_batch` lets prompts and decoding
-    share a step. At most `max_waiting` sequences wait for memory; a reservation on a decode worker does so for `reserve_wait_s`. A release waits `release_timeout_ms` for writers under way, with the engine's steps held up meanwhile;
-    memory whose writers take longer is quarantined. `transport` moves cache bytes: shared memory, whose sockets lie in
-    `transport_dir`, or TCP, where each rank listens at a free port of `transport_host` and tells its peers to come to
-    `transport_advertise_host` ("": the same). `failpoints` plants faults on purpose (see `common.dataplane.failpoints`).
-    """
+    """Settings of a prefill, decode or mixed worker: of one replica, but for `dp`, which says how many there are."""
 
     worker_id: str
+    """Its name in records, subjects and logs; no two workers of a mesh have the same."""
     model: Path
+    """Folder of the checkpoint."""
     served_model_name: str = ""
+    """Name under which clients know the model; empty: the folder's."""
     nats_url: str = "nats://127.0.0.1:4222"
+    """Where NATS is."""
     engine: EngineKind = EngineKind.RANKS
+    """What computes: ranks, or fake ones that compute nothing, to look at the control plane alone."""
     device: str = "cpu"
+    """What ranks compute on."""
     dtype: str = "float32"
+    """What the checkpoint is widened to: float32 or bfloat16; alike on both workers of a pair."""
     tp: Count = 1
+    """Ranks of a replica; must divide the model's heads."""
     dp: Replicas = 1
+    """Replicas of those ranks, each with a cache of its own; the least loaded one takes a request."""
     block_size: Count = 16
+    """Tokens that one block of the cache holds; alike on both workers of a pair."""
     num_blocks: Count = 2048
+    """Blocks of a replica's cache."""
     num_slots: Count = 32
+    """Sequences that a replica holds at once: each has one slot of recurrent state."""
     max_step_tokens: Count = 512
+    """Tokens that one step computes at most; at least num_slots."""
     prefill_chunk_tokens: Count = 256
+    """Tokens of one prompt that one step computes at most."""
     mix_batch: bool = True
+    """Whether prompts and decoding share steps."""
     max_waiting: Count = 256
+    """Sequences that may wait for memory; one more is refused."""
     reserve_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 4.0
+    """How long a reservation on a decode worker waits for memory before it is refused."""
     prompt_buffer_tokens: Count = 1 << 20
+    """Tokens of prompts that may be kept until somebody asks to run them."""
     collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY
+    """How the ranks of a replica add up: over shared memory or gloo; threads are for tests."""
     collective_timeout_ms: Count = 30_000
+    """How long a rank waits for the others before it counts them as lost."""
     transport: Transport = Transport.SHM
+    """How cache bytes move: shared memory of one host, or TCP; alike on both workers of a pair."""
     transport_dir: Path = Path("/tmp/pdmesh")  # noqa: S108 - the folder is made with mode 0700, and holds sockets only
+    """Shared memory: folder of the sockets at which peers ask for it."""
     transport_host: str = "127.0.0.1"
+    """TCP: address at which each rank listens, at a free port."""
     transport_advertise_host: str = ""
+    """TCP: where peers are told to come; empty: transport_host. Needed with 0.0.0.0."""
     failpoints: str = ""
+    """Faults to plant on purpose; the grammar is in common/dataplane/failpoints.py."""
     release_timeout_ms: Count = 100
+    """How long a release waits for writers under way, with steps held up; then the memory is quarantined."""
     deadline_grace_s: Seconds = 5.0
+    """How long after its deadline a handoff that nobody has released is ended here."""
     drain_timeout_s: Seconds = 30.0
+    """How long a drain waits for what is under way before it is cut short."""
     log_level: LogLevel = "info"
+    """Lines below it are left out of the log."""
     admin_port: Port = 0
+    """Loopback port of /health, /ready and /metrics; 0: a free one, named in the log."""
 
     def __post_init__(self) -> None:
         problems = []

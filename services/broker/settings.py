@@ -6,46 +6,51 @@ from typing import Annotated
 
 import msgspec
 
-from common.runtime.settings import LogLevel, SettingsError, SettingsProblem
+from common.runtime.setting_types import Count, LogLevel, Port, Seconds
+from common.runtime.settings import SettingsError, SettingsProblem
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-
 
 class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a broker.
-
-    At most `max_in_flight` handoffs are under way; one more is refused. A message to a worker is repeated after
-    `call_timeout_s` without an answer; a worker that nobody answers for counts as lost after `lost_after_s`. A record that
-    cannot be written within `store_timeout_s` fails its handoff. A release is repeated for `release_timeout_s`, unless the
-    worker's lease ends before, and then stands at the worker until the deadline and `tombstone_margin_ms`. Parts that are
-    missing `parts_query_ms` after the end of a prefill are asked for.
-
-    The broker ends a handoff `deadline_grace_ms` after its deadline: the workers, which have the same one, come first.
-    Ended handoffs stay in memory for `keep_ended_s`, at most `max_ended` of them, and in the bucket for `record_ttl_s`.
-    """
+    """Settings of a broker."""
 
     broker_id: str = "broker-0"
+    """Its name in leases, events and logs."""
     nats_url: str = "nats://127.0.0.1:4222"
+    """Where NATS is."""
     partition: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Which share of the handoffs it owns; brokers of one partition stand by for each other."""
     max_in_flight: Count = 4096
+    """Handoffs that may be under way; one more is refused."""
     max_ended: Count = 16384
+    """Ended handoffs that stay in memory at most."""
     call_timeout_s: Seconds = 2.0
+    """A message to a worker is repeated after this long without an answer."""
     lost_after_s: Seconds = 1.0
+    """A worker that nobody answers for counts as lost after this long."""
     describe_timeout_s: Seconds = 10.0
+    """How long the description of a pair may take that is met for the first time."""
     store_timeout_s: Seconds = 5.0
+    """A record that cannot be written in this time fails its handoff."""
     release_timeout_s: Seconds = 30.0
+    """How long a release is repeated, unless the worker's lease ends before."""
     tombstone_margin_ms: Count = 5_000
+    """How long past the deadline a worker turns away what was released."""
     parts_query_ms: Count = 50
+    """How long after the end of a prefill missing parts are asked for."""
     deadline_grace_ms: Count = 250
+    """How long after its deadline the broker ends a handoff: the workers come first."""
     keep_ended_s: Seconds = 60.0
+    """How long an ended handoff stays in memory, for those who ask again."""
     record_ttl_s: Seconds = 3600.0
+    """How long a record stays in the bucket after its last change."""
     drain_timeout_s: Seconds = 30.0
+    """How long a drain waits for handoffs before it is cut short."""
     log_level: LogLevel = "info"
+    """Lines below it are left out of the log."""
     admin_port: Port = 0
+    """Loopback port of /health, /ready and /metrics; 0: a free one, named in the log."""
 
     def __post_init__(self) -> None:
         try:

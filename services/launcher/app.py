@@ -21,7 +21,7 @@ from services.launcher.mesh import Body, MeshRun
 from services.launcher.plan import MeshPlan, make_plan
 from services.launcher.ports import free_ports
 from services.launcher.settings import settings_structs
-from services.launcher.show import follow_events, show_links, show_timeline
+from services.launcher.show import follow_events, show_links, show_settings, show_timeline
 from services.launcher.up import Up
 
 EXIT_CLEAN: Final = 0
@@ -43,6 +43,8 @@ def run(argv: Sequence[str] | None = None) -> int:
                 return _up(arguments, console)
             case "demo":
                 return _demo(arguments, console)
+            case "settings":
+                return show_settings(arguments.role, console)
             case "timeline" | "events" | "links":
                 return asyncio.run(_inspect(arguments, console))
             case unknown:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from common.runtime.settings import ROLES
 from services.launcher.plan import WORKER_ROLES, MeshRequest
 
 _CHECKOUT: Final = Path(__file__).resolve().parents[2]
@@ -45,6 +46,10 @@ def parser() -> argparse.ArgumentParser:
     events = commands.add_parser("events", help="follow what happens to handoffs and links")
     events.add_argument("--all", action="store_true", help="first show what the stream has kept")
     links = commands.add_parser("links", help="show how prefill and decode workers stand with each other, and why")
+    settings = commands.add_parser("settings", help="list what services can be told: defaults, bounds, variables")
+    settings.add_argument(
+        "role", nargs="?", choices=ROLES, metavar="ROLE", help=f"one of {', '.join(ROLES)}; all without it"
+    )
     for each in (timeline, events, links):
         each.add_argument(
             "--nats", metavar="URL", help="the NATS server (default: PD_NATS_URL, or the local port 4222)"

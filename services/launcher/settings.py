@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pkgutil
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
+from common.runtime.setting_types import Port, Seconds
 from common.runtime.settings import keys_of
 from common.worker.settings import WorkerSettings
 
@@ -17,16 +18,16 @@ _SERVICES: Final = {
 
 
 class LauncherSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of `pdmesh up` and `pdmesh demo`.
-
-    An empty `nats_url` means that the launcher starts a server of its own on `nats_port` (0: a free one). `log_dir` is
-    where logs stay; without it they go with the mesh unless it failed.
-    """
+    """Settings of `pdmesh up` and `pdmesh demo`."""
 
     nats_url: str = ""
-    nats_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """The NATS server to use; empty: one of the launcher's own is started."""
+    nats_port: Port = 0
+    """Port of the launcher's own server; 0: a free one."""
     log_dir: str = ""
-    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    """Where logs stay; empty: they go with the mesh, unless it failed."""
+    start_timeout_s: Seconds = 300.0
+    """How long the mesh may take until it is ready."""
 
 
 class SettingsStructs(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,16 +1,21 @@
-"""`pdmesh timeline`, `pdmesh events` and `pdmesh links`: what the bus tells people."""
+"""What `pdmesh timeline`, `events`, `links` and `settings` print."""
 
 from __future__ import annotations
 
+import msgspec
+
 from common.bus.port import Bus, Message
+from common.runtime.setting_list import settings_of
 from contracts import subjects
 from contracts.errors import CodecError
 from contracts.links import LinkEvent
 from contracts.workers import WorkerRole
 from services.launcher.console import Console
 from services.launcher.core.links import render_link_event, render_links
+from services.launcher.core.setting_table import render_settings
 from services.launcher.core.table import render, render_event
 from services.launcher.core.timeline import build, by_handoff
+from services.launcher.settings import settings_structs
 from services.launcher.stream import MeshEvent, read_all, read_event, read_handoffs, read_links
 
 EXIT_FOUND = 0
@@ -62,6 +67,17 @@ async def follow_events(bus: Bus, console: Console, *, from_start: bool) -> None
                 _tell_unreadable(1, console)
             elif fresh not in shown:
                 console.show(_render(fresh))
+
+
+def show_settings(role: str | None, console: Console) -> int:
+    """Print what a role can be told; without one, what all can, those with the same settings together."""
+    titles: dict[type[msgspec.Struct], list[str]] = {}
+    for name, struct in settings_structs().by_role.items():
+        if role in {None, name}:
+            titles.setdefault(struct, []).append(name)
+    blocks = (render_settings(", ".join(names), settings_of(struct)) for struct, names in titles.items())
+    console.show("\n\n".join(blocks))
+    return EXIT_FOUND
 
 
 def _internal(name: str) -> str:

@@ -3,64 +3,74 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
-from common.runtime.settings import LogLevel, SettingsError, SettingsProblem
+from common.runtime.setting_types import Count, LogLevel, Port, Seconds
+from common.runtime.settings import SettingsError, SettingsProblem
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a router.
-
-    `model` is the checkpoint's directory, of which the router reads tokenizer, chat template and configuration; its name
-    is the model's unless `served_model_name` gives another, and workers must use the same. Port 0 takes a free one.
-    `expected_workers` must all be there and linked before /ready says so; without any, one complete way is enough.
-
-    A request without a length of its own gets `default_max_tokens`, or what fits if that is less. It ends within
-    `request_timeout_s`, whatever happens. At most `max_concurrent_requests` are under way, counted by choices, and one
-    HTTP request has at most `max_choices`. At most `max_connections` are open, and one on which no whole request head
-    arrives for `idle_timeout_s` is closed. A body has `body_timeout_s` and `max_body_bytes`, all bodies that are being read
-    together `max_bodies_bytes`. A stream whose client does not read is ended once `max_waiting_frames` of one choice wait
-    for it, or once the buffers between have been full for `slow_reader_s`. A call to a worker or to the broker is
-    repeated after `call_timeout_s`; a failed attempt is followed by others, `max_attempts` in all, after delays from
-    `retry_delay_s` up to `max_retry_delay_s`.
-    """
+    """Settings of a router."""
 
     model: Path
+    """Folder of the checkpoint: tokenizer, chat template and configuration are read."""
     served_model_name: str = ""
+    """Name under which clients and workers know the model; empty: the folder's."""
     router_id: str = "router-0"
+    """Its name in subjects, events and logs."""
     nats_url: str = "nats://127.0.0.1:4222"
+    """Where NATS is."""
     host: str = "127.0.0.1"
+    """Address at which it serves HTTP."""
     port: Port = 8000
+    """Port at which it serves HTTP; 0: a free one, named in the log."""
     expected_workers: tuple[str, ...] = ()
+    """Workers that must be there and linked before /ready says so; none: one complete way is enough."""
     default_max_tokens: Count = 256
+    """What a request without a length of its own gets, or what fits if that is less."""
     request_timeout_s: Seconds = 600.0
+    """When a request ends, whatever happens."""
     body_timeout_s: Seconds = 60.0
+    """How long a body may take to arrive."""
     max_body_bytes: Count = 8 * 1024 * 1024
+    """Bytes of one body."""
     max_bodies_bytes: Count = 128 * 1024 * 1024
+    """Bytes of all bodies that are being read together."""
     max_connections: Count = 2048
+    """Connections that may be open; one more is refused."""
     idle_timeout_s: Seconds = 75.0
+    """A connection on which no whole request head arrives for this long is closed."""
     max_concurrent_requests: Count = 512
+    """Choices that may be under way, of all requests together; more are refused."""
     max_choices: Count = 128
+    """Choices of one HTTP request: its prompts times n."""
     max_waiting_frames: Count = 1024
+    """Frames of one choice that may wait for its client before the stream is ended."""
     slow_reader_s: Seconds = 30.0
+    """How long a client may leave its buffers full before the stream is ended."""
     call_timeout_s: Seconds = 2.0
+    """A call to a worker or to the broker is repeated after this long without an answer."""
     cancel_timeout_s: Seconds = 5.0
+    """How long a cancel is repeated until the broker has heard of it."""
     max_attempts: Count = 4
+    """Attempts at one request, the first one included."""
     retry_delay_s: Seconds = 0.05
+    """Pause before the second attempt; later ones double."""
     max_retry_delay_s: Seconds = 1.0
+    """The longest pause between attempts."""
     retry_after_s: Count = 1
+    """Seconds that Retry-After names when a request is refused for lack of room."""
     tokenizer_threads: Count = 1
+    """Threads that tokenize long texts."""
     inline_tokenizing_chars: Count = 4096
+    """Texts up to this length are tokenized at once, without a thread."""
     drain_timeout_s: Seconds = 30.0
+    """How long a drain waits for requests before it is cut short."""
     log_level: LogLevel = "info"
+    """Lines below it are left out of the log."""
 
     def __post_init__(self) -> None:
         problems = []
