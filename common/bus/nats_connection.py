@@ -23,7 +23,9 @@ _FLUSH_TIMEOUT_S: Final = 5.0
 _CLOSE_TIMEOUT_S: Final = 2.0
 _RECONNECT_WAIT_S: Final = 0.25
 _RECONNECT_JITTER_MS: Final = 150
-_PING_EVERY_S: Final = 5.0
+PING_EVERY_S: Final = 1.0
+MAX_UNANSWERED_PINGS: Final = 2
+"""One more, and the connection is given up: a server that stands still is an outage, noticed before anybody's silence is judged."""
 _PUBLISH_COMMANDS: Final = (b"PUB ", b"HPUB ")
 
 
@@ -58,8 +60,8 @@ class Connection:
                     max_reconnect_attempts=-1,  # by default it gives up for good after 60 tries
                     reconnect_time_wait=_RECONNECT_WAIT_S + secrets.randbelow(_RECONNECT_JITTER_MS) / 1000,
                     connect_timeout=2,
-                    ping_interval=_PING_EVERY_S,
-                    max_outstanding_pings=2,
+                    ping_interval=PING_EVERY_S,
+                    max_outstanding_pings=MAX_UNANSWERED_PINGS,
                     pending_size=-1,  # while disconnected, fail at once instead of buffering what nobody waits for
                     error_cb=self._errored,
                     disconnected_cb=self._disconnected,
