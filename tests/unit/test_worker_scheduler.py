@@ -168,3 +168,17 @@ def test_finish_reasons() -> None:
     assert reason([0], ignore_eos=True) is None
     assert reason([0], min_tokens=1) is None
     assert reason([5, 0], min_tokens=1) is FinishReason.STOP
+
+
+def test_a_step_under_way_counts_as_work_left_also_for_a_sequence_that_has_gone() -> None:
+    """A step cannot be taken back: until it ends, its prompt tokens come before new work, and are counted once."""
+    scheduler = _scheduler()
+    sequence = _sequence(1, 40)
+    scheduler.enqueue(sequence)
+    _admit_all(scheduler)
+    plan = _plan(scheduler)
+    assert scheduler.num_prompt_tokens_left == 40
+    scheduler.hold(sequence)
+    assert scheduler.num_prompt_tokens_left == 16
+    assert _run(scheduler, plan) == []
+    assert scheduler.num_prompt_tokens_left == 0

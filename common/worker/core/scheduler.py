@@ -39,6 +39,7 @@ class Scheduler:
         self._limits = limits
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
+        self._under_way: dict[int, int] = {}
         self._step = 0
         self._decode_turn = True
 
@@ -54,8 +55,12 @@ class Scheduler:
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """Prompt tokens of all its sequences that are still to be computed."""
-        return sum(sequence.num_prompt_left for sequence in (*self._waiting, *self._running.values()))
+        """Prompt tokens that are still to be computed, also those of the step under way whose sequence has left since.
+
+        A step cannot be taken back: what it computes for nobody comes before new work as well.
+        """
+        left = sum(sequence.num_prompt_left for sequence in (*self._waiting, *self._running.values()))
+        return left + sum(size for seq, size in self._under_way.items() if seq not in self._running)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a sequence wait for memory. `admit` gives it."""
@@ -104,6 +109,7 @@ class Scheduler:
             if size < 1:
                 break
             items.append(_prefill_item(sequence, size))
+            self._under_way[sequence.seq] = size
             budget -= size
         if not items:
             return None
@@ -112,6 +118,7 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> tuple[Sequence, ...]:
         """Take every sequence of a plan that could not be computed out of the running ones, and return them."""
+        self._under_way.clear()
         failed = [sequence for item in plan.items if (sequence := self._running.get(item.seq)) is not None]
         for sequence in failed:
             self.hold(sequence)
@@ -119,6 +126,7 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, tokens: Iterable[SampledToken]) -> tuple[Produced, ...]:
         """Record that a plan was computed; returns the tokens of sequences that still run, in the plan's order."""
+        self._under_way.clear()
         sampled = {token.seq: token.token_id for token in tokens}
         produced: list[Produced] = []
         for item in plan.items:
