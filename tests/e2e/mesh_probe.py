@@ -21,8 +21,9 @@ from contracts.codec import decode, encode
 from contracts.subjects import WorkerVerb
 from contracts.workers import ScanWorker, WorkerRecord, WorkerScan
 from loadtest.mesh import Mesh
+from tests.e2e.proc import DEADLINE_S, descendants
+from tests.e2e.service_processes import Services
 
-DEADLINE_S: Final = 60.0
 _POLL_S: Final = 0.1
 _LISTEN: Final = "0A"
 
@@ -46,7 +47,7 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
 class Probe:
     """One mesh, seen from outside. A context: it holds a NATS connection of its own."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh | Services) -> None:
         self.mesh = mesh
         self.url = mesh.url
         self.events: list[Event] = []
@@ -153,7 +154,7 @@ class Probe:
                 await SystemClock().sleep(_POLL_S)
         scans = [await self.scan(record.role, record.worker_id) for record in await self.workers()]
         return Holdings(
-            processes=tuple(sorted(_process(pid) for pid in descendants(self.mesh.pid))),
+            processes=tuple(sorted(_process(pid) for pid in self._pids())),
             tables=tuple(
                 (scan.worker_id, scan.handoff_ids, scan.held_blocks, scan.held_slots, scan.num_prompt_buffers)
                 for scan in scans
@@ -176,6 +177,9 @@ class Probe:
         lines = [f"{name}\n  then {then}\n  now  {now}" for name, (then, now) in differing.items()]
         assert now == baseline, "\n".join(lines)
 
+    def _pids(self) -> list[int]:
+        return self.mesh.pids() if isinstance(self.mesh, Services) else descendants(self.mesh.pid)
+
     async def _consumers(self) -> tuple[tuple[str, int], ...]:
         streams = json.loads((await self.nats.request("$JS.API.STREAM.NAMES", b"")).data)["streams"]
         found = []
@@ -192,19 +196,6 @@ def _has_clients(port: int | None) -> bool:
         if int(fields[1].partition(":")[2], 16) == port and fields[3] != _LISTEN and fields[9] != "0":
             return True
     return False
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below one, itself left out."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            children = [int(word) for word in (task / "children").read_text(encoding="ascii").split()]
-        except FileNotFoundError:
-            continue
-        for child in children:
-            found += [child, *descendants(child)]
-    return found
 
 
 def _process(pid: int) -> tuple[str, int, int]:

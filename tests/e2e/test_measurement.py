@@ -20,7 +20,8 @@ from contracts.events import HandoffEvent
 from contracts.handoff import HandoffRecord
 from contracts.phases import Phase, phases_of
 from contracts.trace import TraceContext, read_trace
-from tests.e2e.mesh_probe import DEADLINE_S, Event, Probe
+from tests.e2e.mesh_probe import Event, Probe
+from tests.e2e.proc import DEADLINE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
