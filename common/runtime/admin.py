@@ -8,9 +8,11 @@ from aiohttp import web
 
 from common.runtime.lifecycle import State
 from common.runtime.metrics import Metrics
+from contracts.errors import InvalidValueError
 
 Check = Callable[[], bool]
 
+_HOST: Final = "127.0.0.1"
 _SHUTDOWN_TIMEOUT_S: Final = 1.0
 
 
@@ -74,17 +76,18 @@ class AdminServer:
         return self._port
 
     async def start(self) -> int:
-        """Bind and serve; return the port (a free one if 0 was asked for). Raises OSError if it is taken."""
+        """Bind and serve; return the port (a free one if 0 was asked for). Raises InvalidValueError if it cannot be had."""
         application = web.Application()
         application.add_routes(self._routes.routes())
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._wanted_port)
+        site = web.TCPSite(self._runner, _HOST, self._wanted_port)
         try:
             await site.start()
-        except OSError:
+        except OSError as error:
             await self.close()
-            raise
+            rule = f"free on {_HOST}, or 0 for any"
+            raise InvalidValueError(field="admin_port", value=self._wanted_port, rule=rule) from error
         self._port = int(self._runner.addresses[0][1])
         return self._port
 

@@ -14,6 +14,7 @@ from common.runtime.admin import AdminRoutes, AdminServer
 from common.runtime.lifecycle import State
 from common.runtime.logging import configure_logging
 from common.runtime.metrics import Metrics
+from contracts.errors import InvalidValueError
 
 
 @pytest.fixture
@@ -122,12 +123,15 @@ async def test_the_admin_port_tells_health_readiness_and_metrics() -> None:
 
 
 async def test_a_taken_admin_port_is_an_error_and_leaves_nothing_behind() -> None:
-    """The start fails with OSError, and can be closed as if it had not been."""
+    """The start fails and says which port would do; it can be closed as if it had not been."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         routes = AdminRoutes(state=lambda: State.READY, metrics=Metrics())
-        server = AdminServer(routes, port=other.getsockname()[1])
-        with pytest.raises(OSError, match="address already in use"):
+        port = other.getsockname()[1]
+        server = AdminServer(routes, port=port)
+        with pytest.raises(
+            InvalidValueError, match=f"admin_port: {port} is not allowed; the rule is: free on 127.0.0.1"
+        ):
             await server.start()
         await server.close()
