@@ -1,4 +1,4 @@
-"""The loopback port by which a service without HTTP of its own is looked after: /health, /ready, /metrics."""
+"""The port by which a service without HTTP of its own is looked after: /health, /ready, /metrics."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -12,7 +12,6 @@ from contracts.errors import InvalidValueError
 
 Check = Callable[[], bool]
 
-_HOST: Final = "127.0.0.1"
 _SHUTDOWN_TIMEOUT_S: Final = 1.0
 
 
@@ -62,10 +61,11 @@ class AdminRoutes:
 
 
 class AdminServer:
-    """Serves AdminRoutes on the loopback interface."""
+    """Serves AdminRoutes on one address, the loopback interface unless told otherwise."""
 
-    def __init__(self, routes: AdminRoutes, *, port: int = 0) -> None:
+    def __init__(self, routes: AdminRoutes, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._routes = routes
+        self._host = host
         self._wanted_port = port
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -81,13 +81,14 @@ class AdminServer:
         application.add_routes(self._routes.routes())
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, _HOST, self._wanted_port)
+        site = web.TCPSite(self._runner, self._host, self._wanted_port)
         try:
             await site.start()
         except OSError as error:
             await self.close()
-            rule = f"free on {_HOST}, or 0 for any"
-            raise InvalidValueError(field="admin_port", value=self._wanted_port, rule=rule) from error
+            rule = f"an address of this machine and a port that is free there, or port 0 for any ({error.strerror})"
+            value = f"{self._host}:{self._wanted_port}"
+            raise InvalidValueError(field="admin_host:admin_port", value=value, rule=rule) from error
         self._port = int(self._runner.addresses[0][1])
         return self._port
 

@@ -51,7 +51,7 @@ async def _start(
     ] = []  # one, once the engine is there: what looks after the process is served from the beginning
     checks = {"bus_connected": lambda: all(bus.is_connected for bus in buses)}
     routes = AdminRoutes(state=lambda: lifecycle.state, metrics=metrics, ready=checks)
-    admin = AdminServer(routes, port=settings.admin_port)
+    admin = AdminServer(routes, host=settings.admin_host, port=settings.admin_port)
     lifecycle.on_close("admin", admin.close)
     log.info("admin_port_opened", port=await admin.start())
     engines = make_engines(settings, incarnation, clock)

@@ -87,8 +87,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a drain waits for what is under way before it is cut short."""
     log_level: LogLevel = "info"
     """Lines below it are left out of the log."""
+    admin_host: str = "127.0.0.1"
+    """Address on which /health, /ready and /metrics are served, to whoever reaches it."""
     admin_port: Port = 0
-    """Loopback port of /health, /ready and /metrics; 0: a free one, named in the log."""
+    """Their port; 0: a free one, named in the log."""
 
     def __post_init__(self) -> None:
         problems = []

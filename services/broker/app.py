@@ -135,7 +135,7 @@ async def _start(settings: BrokerSettings, lifecycle: Lifecycle, log: Log) -> No
         metrics=metrics,
         ready={"bus_connected": lambda: bus.is_connected, "leads": lambda: leadership.broker is not None},
     )
-    admin = AdminServer(routes, port=settings.admin_port)
+    admin = AdminServer(routes, host=settings.admin_host, port=settings.admin_port)
     lifecycle.on_close("admin", admin.close)
     log.info("admin_port_opened", port=await admin.start())
     lifecycle.on_close("lease", leadership.release)

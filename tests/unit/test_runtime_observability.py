@@ -122,16 +122,16 @@ async def test_the_admin_port_tells_health_readiness_and_metrics() -> None:
     assert server.port == 0
 
 
-async def test_a_taken_admin_port_is_an_error_and_leaves_nothing_behind() -> None:
-    """The start fails and says which port would do; it can be closed as if it had not been."""
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1", "no-such-host.invalid"])
+async def test_an_admin_port_that_cannot_be_had_is_an_error_and_leaves_nothing_behind(host: str) -> None:
+    """It is taken, or the address is not this machine's: the start fails and says what would do; it can be closed as if it had not been."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         routes = AdminRoutes(state=lambda: State.READY, metrics=Metrics())
         port = other.getsockname()[1]
-        server = AdminServer(routes, port=port)
-        with pytest.raises(
-            InvalidValueError, match=f"admin_port: {port} is not allowed; the rule is: free on 127.0.0.1"
-        ):
+        server = AdminServer(routes, host=host, port=port)
+        text = f"admin_host:admin_port: '{host}:{port}' is not allowed; the rule is: an address of this machine"
+        with pytest.raises(InvalidValueError, match=text):
             await server.start()
         await server.close()
