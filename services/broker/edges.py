@@ -114,14 +114,14 @@ class BrokerEdges:
                     case Snapshot():
                         pass  # who is not in it falls silent, and silence is judged by the sweeps
                     case Entry(deleted=True):
-                        self._broker.worker_left(entry.key)
+                        self._broker.workers.left(entry.key)
                     case Entry():
                         self._heard(entry)
 
     def _heard(self, entry: Entry) -> None:
         record = self._refusals.record("workers", entry, WorkerRecord, lambda record: record.worker_id)
         if record is not None:
-            self._broker.worker_heard(WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation))
+            self._broker.workers.heard(WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation))
 
     async def _watch_links(self, watch: Watch) -> None:
         async with watch:
@@ -130,14 +130,14 @@ class BrokerEdges:
                     case Snapshot():
                         pass  # what is said of a worker is forgotten with the worker
                     case Entry(deleted=True):
-                        self._broker.link_left(entry.key)
+                        self._broker.links.left(entry.key)
                     case Entry():
                         self._link_heard(entry)
 
     def _link_heard(self, entry: Entry) -> None:
         record = self._refusals.record("links", entry, LinkRecord, _link_key_of)
         if record is not None:
-            self._broker.link_heard(entry.key, record)
+            self._broker.links.heard(entry.key, record)
 
 
 def _link_key_of(record: LinkRecord) -> str:

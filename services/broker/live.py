@@ -1,9 +1,10 @@
-"""One handoff in the memory of a broker's process."""
+"""The handoffs in the memory of a broker's process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from common.runtime.clock import Deadline
 from contracts.errors import ErrorInfo
@@ -32,3 +33,48 @@ class Live:
     def tell(self, event: Event) -> None:
         """See `Target.tell`."""
         self._feed(self, event)
+
+
+class LiveHandoffs:
+    """All handoffs that are in flight, and those that ended a while ago: people and routers still ask for them."""
+
+    def __init__(self, *, keep_ended_s: float, max_ended: int) -> None:
+        self._keep_ended_s = keep_ended_s
+        self._max_ended = max_ended
+        self._live: dict[str, Live] = {}
+        self._ended: deque[tuple[float, str]] = deque()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __iter__(self) -> Iterator[Live]:
+        """Over those of this moment: more may come meanwhile."""
+        return iter(tuple(self._live.values()))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Handoffs that have not ended, or whose memory is not back everywhere."""
+        return len(self._live) - len(self._ended)
+
+    def get(self, handoff_id: str) -> Live | None:
+        """One handoff, as long as it is remembered."""
+        return self._live.get(handoff_id)
+
+    def add(self, live: Live) -> None:
+        """Keep one that is in flight from now on."""
+        self._live[live.handoff.handoff_id] = live
+        self._idle.clear()
+
+    def ended(self, live: Live, now: float) -> None:
+        """Note that nothing more will follow. Once for each."""
+        self._ended.append((now, live.handoff.handoff_id))
+        if not self.num_in_flight:
+            self._idle.set()
+
+    def expire(self, now: float) -> None:
+        """Forget those that ended too long ago, and the oldest of too many."""
+        while self._ended and (now >= self._ended[0][0] + self._keep_ended_s or len(self._ended) > self._max_ended):
+            del self._live[self._ended.popleft()[1]]
+
+    async def wait_idle(self) -> None:
+        """Until none is in flight. The caller has the time."""
+        await self._idle.wait()

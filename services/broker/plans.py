@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,7 +14,7 @@ from common.runtime.clock import Clock, Deadline
 from contracts import subjects
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.manifest import PlannedPart, RankManifest
-from contracts.requests import Refused, WorkerRef
+from contracts.requests import DisaggregatedRoute, MixedRoute, Refused, Route, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import DescribeRefused, DescribeWorker, WorkerDescription, WorkerRole
 from services.broker.calls import Calls
@@ -29,6 +29,9 @@ class PairPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     planned: tuple[PlannedPart, ...]
     block_size: int
+
+
+_NOTHING: Final = PairPlan(planned=(), block_size=1)
 
 
 class Plans:
@@ -49,6 +52,14 @@ class Plans:
     def num_pairs(self) -> int:
         """How many pairs have been compiled or refused."""
         return len(self._plans)
+
+    async def for_route(self, route: Route, deadline: Deadline) -> PairPlan:
+        """What is owed on a route: nothing on a mixed one, where nothing is handed over. Raises what `between` raises."""
+        match route:
+            case DisaggregatedRoute(prefill=prefill, decode=decode):
+                return await self.between(prefill, decode, deadline)
+            case MixedRoute():
+                return _NOTHING
 
     async def between(self, prefill: WorkerRef, decode: WorkerRef, deadline: Deadline) -> PairPlan:
         """The pair's plan.

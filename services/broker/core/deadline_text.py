@@ -1,0 +1,15 @@
+"""A deadline as it stands in a record: wall time in RFC 3339, so that another broker and people can read it. Pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+
+def write_deadline(wall_time: float) -> str:
+    """`wall_time`, in seconds since 1970 UTC, to the millisecond."""
+    return dt.datetime.fromtimestamp(wall_time, dt.UTC).isoformat(timespec="milliseconds")
+
+
+def seconds_left(deadline_at: str, wall_time: float) -> float:
+    """Seconds from `wall_time` to the deadline; 0 once it has passed. Raises `ValueError` for what is no time."""
+    return max(0.0, dt.datetime.fromisoformat(deadline_at).timestamp() - wall_time)

@@ -1,0 +1,37 @@
+"""What a submitted request must be, whatever the state of the broker. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from contracts import ids
+from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
+from contracts.requests import DisaggregatedRoute, MixedRoute, SubmitRequest, WorkerRef
+
+
+def check_submit(submit: SubmitRequest, is_replaced: Callable[[WorkerRef], bool]) -> None:
+    """Raise `PdmeshError` that names the field at fault; `incarnation_changed` for a start of a worker that was replaced."""
+    ids.check_token("router_id", submit.router_id)
+    for worker in _workers_of(submit):
+        ids.check_token("worker_id", worker.worker_id)
+        if is_replaced(worker):
+            text = f"incarnation: {worker.incarnation!r} of {worker.worker_id} is gone"
+            raise PdmeshError(text, code=ErrorCode.INCARNATION_CHANGED)
+    expected = ids.handoff_id(submit.request_id, submit.attempt)
+    if submit.handoff_id != expected:
+        raise InvalidValueError(field="handoff_id", value=submit.handoff_id, rule=f"{expected}: request and attempt")
+    for field, value in (
+        ("num_prompt_tokens", submit.num_prompt_tokens),
+        ("timeout_ms", submit.timeout_ms),
+        ("sampling.max_tokens", submit.sampling.max_tokens),
+    ):
+        if value < 1:
+            raise InvalidValueError(field=field, value=value, rule="1 or more")
+
+
+def _workers_of(submit: SubmitRequest) -> tuple[WorkerRef, ...]:
+    match submit.route:
+        case DisaggregatedRoute(prefill=prefill, decode=decode):
+            return prefill, decode
+        case MixedRoute(mixed=mixed):
+            return (mixed,)
