@@ -126,8 +126,7 @@ class ReplicaSet:
         for replica in self._replicas:
             replica.pool.check_integrity()
 
-    async def retry_quarantine(self) -> None:
-        """See `EngineLoop.retry_quarantine`."""
-        for replica in self._replicas:
-            await replica.loop.retry_quarantine()
+    async def retry_quarantine(self, replica: Replica) -> None:
+        """See `EngineLoop.retry_quarantine`. Who waits for memory may have what came back."""
+        await replica.loop.retry_quarantine()
         self.line.serve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -96,6 +97,10 @@ class WorkerService(ABC):
         self.broker = BrokerClient(parts.bus, parts.clock)
         self.events = HandoffEvents(parts.bus, parts.clock, service=self.role, instance=settings.worker_id)
         self.reports = BoundedTasks(parts.group, name="report", limit=_MAX_REPORTS, on_error=self._report_failed)
+        self._ends = BoundedTasks(parts.group, name="expired", limit=_MAX_REPORTS)
+        self._retries = [
+            BoundedTasks(parts.group, name=f"quarantine-{replica.dp_rank}", limit=1) for replica in self.replicas
+        ]
         self.work = WorkMetrics(
             parts.metrics,
             self.table,
@@ -254,7 +259,10 @@ class WorkerService(ABC):
                     await self.end(cancel.handoff_id, tombstone=grace)
 
     async def run_sweeps(self) -> None:
-        """Once a second: end what is past its deadline and its grace, expire what is remembered, look at quarantine."""
+        """Once a second: end what is past its deadline and its grace, expire what is remembered, look at quarantine.
+
+        It waits for no engine: one that does not answer must not cost the other replicas anything.
+        """
         while True:
             await self.clock.sleep(_SWEEP_EVERY_S)
             now = self.clock.monotonic()
@@ -266,8 +274,9 @@ class WorkerService(ABC):
                     sequence = self.table.get(handoff_id)
                     with within(None if sequence is None else sequence.trace):
                         self.log.info("handoff_expired", handoff_id=handoff_id)
-                        await self.end(handoff_id)
-            await self.replicas.retry_quarantine()
+                        self._ends.try_start(partial(self.end, handoff_id))
+            for retries, replica in zip(self._retries, self.replicas, strict=True):
+                retries.try_start(partial(self.replicas.retry_quarantine, replica))
             if not len(self.table):
                 self.replicas.check_integrity()
 
