@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.runtime.clock import Clock, Deadline
@@ -13,7 +14,7 @@ from contracts import ids
 from contracts.errors import PdmeshError
 from contracts.requests import FinishReason, WorkerRef
 from services.router.core.placement import Loads, Placing, place, workers_of
-from services.router.core.retry import RetryPolicy
+from services.router.core.retry import RetryPolicy, blame
 from services.router.core.text_stream import TextPiece, TextStream
 from services.router.core.token_order import TokenOrder
 from services.router.core.vocabulary import Vocabulary
@@ -83,11 +84,11 @@ class Generator:
         ends, all who were told of the request are told that it is over. A sink that is too slow interrupts the scope.
         """
         stream = TextStream(self.vocabulary, stops=job.stops, min_tokens=job.sampling.min_tokens)
-        avoid: set[str] = set()
+        blamed: Counter[str] = Counter()
         number = 0
         with self.inbox.mailbox(job.request_id, scope.interrupt) as mailbox:
             while True:
-                attempt = self._place(job, number, avoid)
+                attempt = self._place(job, number, blamed)
                 with within(next_hop(current_trace())):
                     try:
                         await self._serve(attempt, stream, mailbox, sink, deadline=deadline, scope=scope)
@@ -95,19 +96,19 @@ class Generator:
                         if not self.policy.may_retry(error, attempt=number, num_delivered_tokens=stream.num_tokens):
                             raise
                         self._note_retry(attempt, error)
-                        avoid.update(worker.worker_id for worker in workers_of(attempt.route))
+                        blamed.update({worker.worker_id: blame(error) for worker in workers_of(attempt.route)})
                     else:
                         return
                 await self.clock.sleep(self.policy.delay_s(attempt=number, chance=self.rng.random()))
                 number += 1
 
-    def _place(self, job: Job, number: int, avoid: set[str]) -> Attempt:
+    def _place(self, job: Job, number: int, blamed: Mapping[str, int]) -> Attempt:
         self.metrics.attempts.inc()
         placing = Placing(
             model=self.model,
             num_prompt_tokens=job.num_prompt_tokens,
             max_tokens=job.sampling.max_tokens,
-            avoid=frozenset(avoid),
+            blame=blamed,
             turn=self.loads.next_turn(),
         )
         route = place(self.fleet.view(), self.loads, placing)

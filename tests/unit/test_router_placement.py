@@ -1,5 +1,6 @@
 """Requests go to the least loaded complete way; otherwise the refusal says why."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from contracts.workers import ReplicaRoom, WorkerLoad, WorkerRecord, WorkerRole,
 from services.router.core.mesh_view import MeshView
 from services.router.core.placement import Loads, Placing, largest_sequence, place, ref_of
 from services.router.core.readiness import missing
+from services.router.core.retry import blame
 
 
 def worker(worker_id: str, *, running: int = 0, **fields: Any) -> WorkerRecord:
@@ -152,13 +154,31 @@ def test_equals_take_turns() -> None:
     assert len({route.mixed for route in routes if isinstance(route, MixedRoute)}) == 3
 
 
-def test_avoided_workers_come_last() -> None:
-    """A worker that has just refused is tried again only if there is no other."""
+def test_blamed_workers_come_last() -> None:
+    """A worker that has just refused is tried again only if there is no other that is less to blame."""
     records = mesh(worker("mixed-0", running=2), worker("mixed-1"))
-    assert place(records, Loads(), placing(avoid={"mixed-1"})) == MixedRoute(mixed=ref_of(records.workers["mixed-0"]))
-    assert place(records, Loads(), placing(avoid={"mixed-0", "mixed-1"})) == MixedRoute(
-        mixed=ref_of(records.workers["mixed-1"])
+    first, second = (MixedRoute(mixed=ref_of(records.workers[name])) for name in ("mixed-0", "mixed-1"))
+    assert place(records, Loads(), placing(blame={"mixed-1": 1})) == first
+    assert place(records, Loads(), placing(blame={"mixed-0": 1, "mixed-1": 1})) == second
+
+
+def test_a_dead_worker_with_room_comes_after_a_full_one() -> None:
+    """The record of a killed decode worker shows free memory until it expires: attempts must not all be spent on it."""
+    full = WorkerLoad(num_free_blocks=0, num_free_slots=0, num_waiting=3, num_running=4)
+    records = mesh(
+        worker("prefill-0"),
+        worker("decode-0"),
+        worker("decode-1", load=full),
+        link("prefill-0", "decode-0"),
+        link("prefill-0", "decode-1"),
     )
+    lost, busy = (blame(PdmeshError("no", code=code)) for code in (ErrorCode.WORKER_LOST, ErrorCode.OVERLOADED))
+    blamed = Counter({"prefill-0": lost, "decode-0": lost})
+    for _ in range(3):
+        route = place(records, Loads(), placing(blame=blamed))
+        assert isinstance(route, DisaggregatedRoute)
+        assert route.decode.worker_id == "decode-1"
+        blamed.update({"prefill-0": busy, "decode-1": busy})
 
 
 def test_full_workers_come_after_those_with_room() -> None:

@@ -1,6 +1,6 @@
 """Where a request goes: a linked pair of a prefill and a decode worker, or a mixed worker."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from contracts.errors import ErrorCode, PdmeshError
@@ -16,8 +16,8 @@ class Placing:
     model: str
     num_prompt_tokens: int
     max_tokens: int
-    avoid: Collection[str] = ()
-    """Workers that have just refused or failed it: taken only if nothing else is left."""
+    blame: Mapping[str, int] = field(default_factory=dict)
+    """What workers have to do with earlier attempts that came to nothing: of all ways, the least blamed are taken."""
     turn: int = 0
     """Counts up with every placement, so that equally loaded workers take turns."""
 
@@ -116,7 +116,7 @@ def largest_sequence(view: MeshView, *, model: str) -> int | None:
 def place(view: MeshView, loads: Loads, placing: Placing) -> Route:
     """Return the least loaded way that the request fits into.
 
-    Ways with room for it now go before full ones, ways without avoided workers before those. Raises `PdmeshError`:
+    Less blamed ways go before all others, then ways with room for it now before full ones. Raises `PdmeshError`:
     `no_route` with what is missing, or `prompt_too_long` if no way can ever hold it.
     """
     ways = list(candidates(view, model=placing.model))
@@ -165,11 +165,11 @@ def _usable(record: WorkerRecord, model: str) -> bool:
     return record.state is WorkerState.READY and record.model == model
 
 
-def _rank(way: Candidate, turn: int, loads: Loads, placing: Placing) -> tuple[bool, bool, float, int]:
-    avoided = any(worker.worker_id in placing.avoid for worker in way.workers)
+def _rank(way: Candidate, turn: int, loads: Loads, placing: Placing) -> tuple[int, bool, float, int]:
+    blame = sum(placing.blame.get(worker.worker_id, 0) for worker in way.workers)
     # A mixed worker does both halves of the work, so its load counts for both.
     load = sum(loads.of(worker) for worker in (way.workers[0], way.workers[-1]))
-    return (avoided, not _has_room(way, placing), load, turn)
+    return (blame, not _has_room(way, placing), load, turn)
 
 
 def _has_room(way: Candidate, placing: Placing) -> bool:

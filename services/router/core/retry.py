@@ -1,8 +1,12 @@
 """Whether another attempt may be made, and after how long."""
 
 from dataclasses import dataclass
+from typing import Final
 
-from contracts.errors import PdmeshError
+from contracts.errors import ErrorCode, PdmeshError
+
+_BUSY: Final = frozenset({ErrorCode.OVERLOADED, ErrorCode.DRAINING})
+_WORSE_THAN_BUSY: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,14 @@ class RetryPolicy:
         """Return how long to wait after attempt `attempt`. `chance`, from 0 to 1, spreads the callers over half of it."""
         full: float = min(self.max_delay_s, self.first_delay_s * 2**attempt)
         return full * (0.5 + 0.5 * chance)
+
+
+def blame(error: PdmeshError) -> int:
+    """How much the workers of an attempt that failed with `error` are to be avoided by the next ones.
+
+    A worker that is busy now may be asked again before one that is lost: its record outlives it, and looks inviting.
+    """
+    return 1 if error.code in _BUSY else _WORSE_THAN_BUSY
 
 
 def _retryable(error: PdmeshError) -> bool:
