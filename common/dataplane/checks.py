@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.dataplane.port import WriteGrant
+from common.dataplane.port import DataPlaneError, WriteGrant
 from common.layout.run import Run
 from common.layout.run_batch import RunBatch
+from contracts.dataplane import DESCRIPTOR_VERSION, Memory, RegionDescriptor
+
+
+def check_descriptor(descriptor: RegionDescriptor, transport: str) -> None:
+    """Raise `DataPlaneError` when a region is not one that `transport` reaches in this build."""
+    if (descriptor.transport, descriptor.version, descriptor.memory) != (transport, DESCRIPTOR_VERSION, Memory.HOST):
+        shown = f"{descriptor.transport} version {descriptor.version} in {descriptor.memory} memory"
+        rule = f"only {transport} version {DESCRIPTOR_VERSION} in host memory"
+        raise DataPlaneError(f"descriptor: {shown} cannot be reached; {rule}")
 
 
 def check_grant(grant: WriteGrant, num_cells: int) -> str:

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from common.dataplane.checks import check_descriptor
 from common.dataplane.fd_server import FdServer, RegionRequest, request_fd
 from common.dataplane.ofd_lock import reopen
+from common.dataplane.open_ends import OpenEnds
 from common.dataplane.port import Capabilities, DataPlaneError
 from common.dataplane.shm_region import TRANSPORT, ShmRegion
-from contracts.dataplane import DESCRIPTOR_VERSION, GENERATION_BITS, Memory, RegionDescriptor
+from contracts.dataplane import GENERATION_BITS, RegionDescriptor
 
 if TYPE_CHECKING:
     from common.dataplane.shm_remote import ShmRemoteRegion
@@ -49,29 +51,22 @@ class ShmDataPlane:
         self.incarnation: Final = incarnation
         self.now: Final = now
         self.server: Final = FdServer(directory)
-        self._guard = threading.Lock()
-        self._num_allocated = 0
-        self._regions: list[ShmRegion] = []
-        self._remotes: list[ShmRemoteRegion] = []
-        self._closed = False
+        self._open: Final = OpenEnds[ShmRegion, "ShmRemoteRegion"]()
 
     def allocate(self, nbytes: int, num_cells: int) -> ShmRegion:
         """Allocate, prefault and serve a region."""
-        with self._guard:
-            if self._closed:
-                raise DataPlaneError("this data plane is closed")
-            # The ranks of a worker share its incarnation; the socket's name tells their regions apart.
-            region_id = f"{self.server.path.stem}-{self._num_allocated}"
-            self._num_allocated += 1
+
+        def make(number: int) -> ShmRegion:
             request = RegionRequest(
                 peer_id=self.peer_id,
                 incarnation=self.incarnation,
-                region_id=region_id,
+                # The ranks of a worker share its incarnation; the socket's name tells their regions apart.
+                region_id=f"{self.server.path.stem}-{number}",
                 generation=secrets.randbits(GENERATION_BITS),
             )
-            region = ShmRegion(self.server, request, nbytes, num_cells, now=self.now)
-            self._regions.append(region)
-            return region
+            return ShmRegion(self.server, request, nbytes, num_cells, now=self.now)
+
+        return self._open.allocated(make)
 
     def connect(
         self, descriptor: RegionDescriptor, deadline: float, stop: threading.Event | None = None
@@ -79,15 +74,7 @@ class ShmDataPlane:
         """Map a peer's region."""
         from common.dataplane.shm_remote import ShmRemoteRegion  # with numpy: only for those that move caches
 
-        if (
-            descriptor.transport != TRANSPORT
-            or descriptor.version != DESCRIPTOR_VERSION
-            or descriptor.memory is not Memory.HOST
-        ):
-            shown = f"{descriptor.transport} version {descriptor.version} in {descriptor.memory} memory"
-            raise DataPlaneError(
-                f"descriptor: {shown} cannot be reached; only {TRANSPORT} version {DESCRIPTOR_VERSION} in host memory"
-            )
+        check_descriptor(descriptor, TRANSPORT)
         request = RegionRequest(
             peer_id=descriptor.peer_id,
             incarnation=descriptor.incarnation,
@@ -103,30 +90,14 @@ class ShmDataPlane:
         finally:
             os.close(received)
         try:
-            remote = ShmRemoteRegion(descriptor, connection, fd, now=self.now, on_close=self._forget)
+            remote = ShmRemoteRegion(descriptor, connection, fd, now=self.now, on_close=self._open.forget)
         except (DataPlaneError, OSError) as error:
             connection.close()
             os.close(fd)
             raise DataPlaneError(f"the peer's region cannot be mapped: {error}") from error
-        with self._guard:
-            self._remotes.append(remote)
-            closed = self._closed
-        if closed:
-            remote.close()
-        return remote
+        return self._open.connected(remote)
 
     def close(self) -> None:
         """Close every region and connection, and remove the socket. Idempotent."""
-        with self._guard:
-            self._closed = True
-            remotes = tuple(self._remotes)
-        for remote in remotes:
-            remote.close()
-        for region in self._regions:
-            region.close()
+        self._open.close()
         self.server.close()
-
-    def _forget(self, remote: ShmRemoteRegion) -> None:
-        with self._guard:
-            if remote in self._remotes:
-                self._remotes.remove(remote)

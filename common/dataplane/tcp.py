@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from common.dataplane.port import Capabilities, DataPlaneError
+from common.dataplane.checks import check_descriptor
+from common.dataplane.open_ends import OpenEnds
+from common.dataplane.port import Capabilities
 from common.dataplane.shm_memory import data_offset
 from common.dataplane.tcp_region import TcpRegion
 from common.dataplane.tcp_remote import TcpRemoteRegion
 from common.dataplane.tcp_server import TcpServer
-from contracts.dataplane import DESCRIPTOR_VERSION, GENERATION_BITS, Memory, RegionDescriptor
+from contracts.dataplane import GENERATION_BITS, RegionDescriptor
 
 TRANSPORT: Final = "tcp"
 
@@ -61,10 +63,7 @@ class TcpDataPlane:
         self.server: Final = TcpServer(host, port, now=now)
         shown = advertise_host or host
         self._address: Final = f"[{shown}]:{self.server.port}" if ":" in shown else f"{shown}:{self.server.port}"
-        self._guard = threading.Lock()
-        self._regions: list[TcpRegion] = []
-        self._remotes: list[TcpRemoteRegion] = []
-        self._closed = False
+        self._open: Final = OpenEnds[TcpRegion, TcpRemoteRegion]()
 
     def allocate(self, nbytes: int, num_cells: int) -> TcpRegion:
         """Allocate, prefault and serve a region."""
@@ -79,47 +78,23 @@ class TcpDataPlane:
             num_cells=num_cells,
             opaque=self._address,
         )
-        with self._guard:
-            if self._closed:
-                raise DataPlaneError("this data plane is closed")
+
+        def make(_number: int) -> TcpRegion:
             region = TcpRegion(descriptor, now=self.now, on_close=self.server.remove)
-            self._regions.append(region)
             self.server.add(region)
             return region
+
+        return self._open.allocated(make)
 
     def connect(
         self, descriptor: RegionDescriptor, deadline: float, stop: threading.Event | None = None
     ) -> TcpRemoteRegion:
         """Greet the owner of a region."""
-        if (
-            descriptor.transport != TRANSPORT
-            or descriptor.version != DESCRIPTOR_VERSION
-            or descriptor.memory is not Memory.HOST
-        ):
-            shown = f"{descriptor.transport} version {descriptor.version} in {descriptor.memory} memory"
-            raise DataPlaneError(
-                f"descriptor: {shown} cannot be reached; only {TRANSPORT} version {DESCRIPTOR_VERSION} in host memory"
-            )
-        remote = TcpRemoteRegion(descriptor, now=self.now, deadline=deadline, stop=stop, on_close=self._forget)
-        with self._guard:
-            self._remotes.append(remote)
-            closed = self._closed
-        if closed:
-            remote.close()
-        return remote
+        check_descriptor(descriptor, TRANSPORT)
+        remote = TcpRemoteRegion(descriptor, now=self.now, deadline=deadline, stop=stop, on_close=self._open.forget)
+        return self._open.connected(remote)
 
     def close(self) -> None:
         """Close every region and connection, stop listening, end all threads. Idempotent."""
-        with self._guard:
-            self._closed = True
-            remotes = tuple(self._remotes)
-        for remote in remotes:
-            remote.close()
-        for region in self._regions:
-            region.close()
+        self._open.close()
         self.server.close()
-
-    def _forget(self, remote: TcpRemoteRegion) -> None:
-        with self._guard:
-            if remote in self._remotes:
-                self._remotes.remove(remote)

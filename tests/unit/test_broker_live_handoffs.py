@@ -1,0 +1,89 @@
+"""What a broker keeps in memory: handoffs in flight, and for a while those that have ended."""
+
+import asyncio
+
+from common.runtime.clock import Deadline, SystemClock
+from contracts.handoff import HandoffRecord, HandoffState
+from contracts.requests import MixedRoute, SamplingParams, WorkerRef
+from services.broker.core.events import DeadlinePassed, Event
+from services.broker.core.handoff import Handoff, Policy
+from services.broker.live import Live, LiveHandoffs
+
+
+def live(handoff_id: str) -> Live:
+    """A handoff that nothing happens to."""
+    record = HandoffRecord(
+        handoff_id=handoff_id,
+        request_id=handoff_id,
+        attempt=0,
+        router_id="router-0",
+        route=MixedRoute(mixed=WorkerRef(worker_id="mixed-0", incarnation="i")),
+        state=HandoffState.DECODING,
+        fence=1,
+        num_prompt_tokens=1,
+        prompt_hash="h",
+        sampling=SamplingParams(max_tokens=1, seed=1),
+        deadline_at="2030-01-01T00:00:00+00:00",
+    )
+    handoff = Handoff(policy=Policy(), record=record, deadline_ns=0, begun_ns=0)
+    return Live(_ignore, handoff, Deadline.after(SystemClock(), 60), None)
+
+
+def _ignore(_live: Live, _event: Event) -> None:
+    """Nobody feeds it."""
+
+
+def ids(handoffs: LiveHandoffs) -> list[str]:
+    """What is remembered, in order."""
+    return [each.handoff.handoff_id for each in handoffs]
+
+
+async def test_an_ended_handoff_is_remembered_for_a_while() -> None:
+    """It is not in flight any more, but routers may still ask for it; then it is forgotten."""
+    handoffs = LiveHandoffs(keep_ended_s=10, max_ended=5)
+    first, second = live("a"), live("b")
+    handoffs.add(first)
+    handoffs.add(second)
+    handoffs.ended(first, 100.0)
+    handoffs.expire(109.9)
+    assert (handoffs.num_in_flight, ids(handoffs)) == (1, ["a", "b"])
+    handoffs.expire(110.0)
+    assert (handoffs.num_in_flight, ids(handoffs)) == (1, ["b"])
+    assert handoffs.get("a") is None
+    assert handoffs.get("b") is second
+
+
+async def test_of_too_many_that_ended_the_oldest_go() -> None:
+    """Whatever their age; those in flight stay, however many they are."""
+    handoffs = LiveHandoffs(keep_ended_s=1000, max_ended=2)
+    for number in range(6):
+        each = live(str(number))
+        handoffs.add(each)
+        if number < 4:
+            handoffs.ended(each, float(number))
+    handoffs.expire(4.0)
+    assert ids(handoffs) == ["2", "3", "4", "5"]
+
+
+async def test_idle_is_when_none_is_in_flight() -> None:
+    """Those that are merely remembered do not hold up a drain."""
+    handoffs = LiveHandoffs(keep_ended_s=1000, max_ended=2)
+    async with asyncio.timeout(5):
+        await handoffs.wait_idle()
+        only = live("a")
+        handoffs.add(only)
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(handoffs.wait_idle(), name="waiting")
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            handoffs.ended(only, 1.0)
+
+
+async def test_handoffs_may_come_while_all_are_told_something() -> None:
+    """The walk is over those of its beginning."""
+    handoffs = LiveHandoffs(keep_ended_s=1, max_ended=1)
+    handoffs.add(live("a"))
+    for each in handoffs:
+        each.tell(DeadlinePassed(at_ns=0))
+        handoffs.add(live("b"))
+    assert ids(handoffs) == ["a", "b"]
