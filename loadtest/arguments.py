@@ -153,7 +153,7 @@ def _add_memory(command: argparse.ArgumentParser) -> None:
     _integer(command, "--output-tokens", "num_output_tokens", 4, "tokens of each answer")
     _integer(command, "--requests", "num_requests", 2000, "requests that are measured")
     _integer(command, "--warm-ups", "num_warm_ups", 200, "requests before")
-    _seconds(command, "--warm-up-seconds", "warm_up_s", 30.0)
+    _seconds(command, "--warm-up-seconds", "warm_up_s", 60.0)
     _integer(command, "--sample-every", "sample_every", 50, "requests between two looks at the processes")
     _integer(command, "--concurrency", "concurrency", 8, "requests under way at once")
 
