@@ -17,6 +17,7 @@ from common.bus.rpc import Handler, RefusedError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
+from common.runtime.offload import Offload
 from common.runtime.tasks import BoundedTasks
 from common.runtime.trace import current_trace, within
 from common.worker.broker_client import BrokerClient, Report
@@ -60,6 +61,7 @@ class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
     log: Log
     metrics: Metrics
     group: asyncio.TaskGroup
+    offload: Offload = asyncio.to_thread
 
 
 class WorkerService(ABC):

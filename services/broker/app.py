@@ -18,13 +18,14 @@ from common.runtime.clock import Clock, SystemClock
 from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
 from common.runtime.logging import configure_logging
 from common.runtime.metrics import Metrics
+from common.runtime.offload import Offload
 from common.runtime.settings import SettingsError, load_from_arguments
 from contracts import subjects
 from contracts.leases import LeaseValue
 from services.broker.calls import Calls
 from services.broker.edges import BrokerEdges
 from services.broker.leadership import Leadership
-from services.broker.plans import Offload, Plans
+from services.broker.plans import Plans
 from services.broker.records import Records
 from services.broker.service import Broker
 from services.broker.settings import BrokerSettings

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from common.layout.planner import plan
 from common.runtime.clock import Clock, Deadline
+from common.runtime.offload import Offload
 from contracts import subjects
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.manifest import PlannedPart, RankManifest
@@ -19,9 +19,6 @@ from contracts.subjects import WorkerVerb
 from contracts.workers import DescribeRefused, DescribeWorker, WorkerDescription, WorkerRole
 from services.broker.calls import Calls
 from services.broker.core.link_verdicts import LinkVerdicts
-
-Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a computation off the event loop and returns its result."""
 
 
 class PairPlan(msgspec.Struct, frozen=True, kw_only=True):

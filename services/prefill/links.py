@@ -18,6 +18,7 @@ from common.layout.refusal import PlanRefusedError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
+from common.runtime.offload import Offload
 from common.runtime.tasks import BoundedTasks
 from common.worker.replica_set import ReplicaSet
 from contracts import subjects
@@ -77,6 +78,7 @@ class LinkPorts:
     refusals: Refusals
     group: asyncio.TaskGroup
     replicas: ReplicaSet
+    offload: Offload = asyncio.to_thread
     max_peers: int = MAX_PEERS
 
 
@@ -95,7 +97,7 @@ class Links:
         self._refusals = ports.refusals
         self._replicas = ports.replicas
         self._max_peers = ports.max_peers
-        self._meetings = Meetings(ports.bus, ports.clock, ports.replicas.ranks)
+        self._meetings = Meetings(ports.bus, ports.clock, ports.replicas.ranks, ports.offload)
         self._observer = LinkObserver(ports.own, ports.bus, ports.clock, ports.log, ports.metrics)
         self._observer.watch(self._count)
         self._table = LinkTable(ports.bus, ports.clock, ports.log, ports.own.worker_id, self._records)

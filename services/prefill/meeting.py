@@ -14,6 +14,7 @@ from common.layout.refusal import Mismatch, PlanRule, WorkersDifferError
 from common.layout.replicas import plan_workers
 from common.layout.templates import PagedTemplate, SlotTemplate
 from common.runtime.clock import Clock, Deadline
+from common.runtime.offload import Offload
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.dataplane import RegionDescriptor
@@ -41,11 +42,12 @@ class MetPeer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meetings:
-    """Meets decode workers over the bus. `own` are the ranks of all replicas of this worker."""
+    """Meets decode workers over the bus. `own` are the ranks of all replicas of this worker; `offload` compiles plans."""
 
-    def __init__(self, bus: Bus, clock: Clock, own: Sequence[RankStarted]) -> None:
+    def __init__(self, bus: Bus, clock: Clock, own: Sequence[RankStarted], offload: Offload) -> None:
         self._bus = bus
         self._clock = clock
+        self._offload = offload
         self._own = tuple((rank.manifest, rank.region) for rank in own)
 
     async def meet(self, peer: WorkerRef) -> MetPeer:
@@ -61,10 +63,9 @@ class Meetings:
         except TimeoutError as error:
             text = f"{peer.worker_id} did not describe itself within {MEETING_S:g} s"
             raise PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
-        theirs = [(rank.manifest, rank.region) for rank in ranks]
-        check(self._own, theirs)
-        plan = plan_workers([manifest for manifest, _ in self._own], [manifest for manifest, _ in theirs])
-        return MetPeer(ranks=ranks, plan=plan, terms=terms_of(plan, _transports(self._own)))
+        # A tenth of a second for a large model: prompts, grants and reports of others go on meanwhile.
+        met: MetPeer = await self._offload(lambda: compare(self._own, ranks))
+        return met
 
     async def _describe(self, peer: WorkerRef, deadline: Deadline) -> tuple[WorkerDescription, ...]:
         subject = subjects.worker_rpc(WorkerRole.DECODE, peer.worker_id, WorkerVerb.DESCRIBE)
@@ -89,6 +90,14 @@ class Meetings:
                 case DescribeRefused() | Refused():
                     raise PdmeshError.from_info(answer.error)
         return tuple(found)
+
+
+def compare(own: _Side, ranks: tuple[WorkerDescription, ...]) -> MetPeer:
+    """What a decode worker that described itself is to us. Raises `PlanRefusedError` for one that does not fit."""
+    theirs = [(rank.manifest, rank.region) for rank in ranks]
+    check(own, theirs)
+    plan = plan_workers([manifest for manifest, _ in own], [manifest for manifest, _ in theirs])
+    return MetPeer(ranks=ranks, plan=plan, terms=terms_of(plan, _transports(own)))
 
 
 def check(source: _Side, destination: _Side) -> None:

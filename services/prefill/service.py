@@ -60,6 +60,7 @@ class PrefillService(WorkerService):
                 refusals=self.refusals,
                 group=parts.group,
                 replicas=self.replicas,
+                offload=parts.offload,
             )
         )
 

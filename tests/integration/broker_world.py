@@ -18,6 +18,7 @@ from common.engine.fake import FakeEngine
 from common.layout.planner import plan
 from common.runtime.clock import Clock
 from common.runtime.metrics import Metrics
+from common.runtime.offload import inline
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from contracts import subjects
 from contracts.codec import decode, encode
@@ -185,11 +186,6 @@ async def manifests(clock: Clock, ref: WorkerRef, tp: int, **changes: Any) -> tu
     """What a worker with made-up caches says of its ranks."""
     engine = FakeEngine(clock, worker_id=ref.worker_id, incarnation=ref.incarnation, tp=tp, **changes)
     return tuple(rank.manifest for rank in (await engine.start()).ranks)
-
-
-async def inline(compute: Callable[[], Any]) -> Any:
-    """Compute on the loop: virtual time has no threads."""
-    return compute()
 
 
 class World:

@@ -26,6 +26,7 @@ from common.engine.fake import FakeEngine, fake_token
 from common.runtime.clock import Clock, SystemClock
 from common.runtime.lifecycle import Lifecycle, serve
 from common.runtime.metrics import Metrics
+from common.runtime.offload import inline
 from common.worker.engines import start_engines
 from common.worker.host import WorkerHost
 from common.worker.service import WorkerParts, WorkerService
@@ -39,7 +40,6 @@ from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
 from services.router import app
 from services.router.settings import RouterSettings
-from tests.integration.broker_world import inline
 
 PATIENCE_S = 30.0
 STEP_S = 0.001

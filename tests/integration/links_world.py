@@ -13,6 +13,7 @@ from common.bus.storage import EVENTS_CONFIG, LINKS_CONFIG, WORKERS_CONFIG
 from common.engine.fake import FakeEngine
 from common.engine.port import EngineError
 from common.runtime.metrics import Metrics
+from common.runtime.offload import inline
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.engines import start_engines
 from common.worker.host import WorkerHost
@@ -214,6 +215,7 @@ class LinksWorld:
                 log=self.notes,
                 metrics=self.metrics,
                 group=self.group,
+                offload=inline,
             )
         )
         self.host = WorkerHost(self.service, self.worker_bus, self.group, self.notes)

@@ -18,6 +18,7 @@ from common.bus.port import Bus
 from common.bus.server import NatsServer
 from common.bus.storage import LEASE_TTL_S
 from common.runtime.metrics import Metrics
+from common.runtime.offload import inline
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.handoff import CommitHandoff, HandoffState, ReleaseHandoff, ReserveDecode, RunPrefill
@@ -26,7 +27,7 @@ from contracts.subjects import BrokerVerb
 from services.broker.app import make_leadership
 from services.broker.leadership import Leadership
 from services.broker.settings import BrokerSettings
-from tests.integration.broker_world import HANDOFF, World, in_world, inline
+from tests.integration.broker_world import HANDOFF, World, in_world
 
 OK = Accepted(handoff_id=HANDOFF)
 SOON_S = 0.2 * LEASE_TTL_S

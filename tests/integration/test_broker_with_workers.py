@@ -20,6 +20,7 @@ from common.bus.port import Bus, Subscription
 from common.bus.storage import LINKS_CONFIG
 from common.engine.fake import FakeEngine, fake_token
 from common.runtime.metrics import Metrics
+from common.runtime.offload import inline
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.engines import start_engines
 from common.worker.host import WorkerHost
@@ -49,7 +50,6 @@ from services.broker.settings import BrokerSettings
 from services.decode.service import DecodeService
 from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
-from tests.integration.broker_world import inline
 
 ROUTER = "router-0"
 NUM_OUTPUT_TOKENS = 6
@@ -131,6 +131,7 @@ class Mesh:
             log=structlog.get_logger(),
             metrics=Metrics(),
             group=self.group,
+            offload=inline,
         )
         service = kind(parts)
         await WorkerHost(service, parts.bus, self.group, parts.log).open()

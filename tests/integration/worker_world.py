@@ -18,6 +18,7 @@ from common.engine.fake import FakeEngine, fake_token
 from common.engine.port import EngineError, StepResult
 from common.runtime.clock import Clock
 from common.runtime.metrics import Metrics
+from common.runtime.offload import inline
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.engines import start_engines
 from common.worker.host import WorkerHost
@@ -170,6 +171,7 @@ class Mesh:
                 log=structlog.get_logger(),
                 metrics=Metrics(),
                 group=self.group,
+                offload=inline,
             )
         )
         host = WorkerHost(service, service.bus, self.group, service.log)
