@@ -1,7 +1,7 @@
 """Whether a decode worker's memory can be reached over the network at all, found out before the engine connects to it.
 
-An engine connects inside a command, and computes nothing meanwhile: a peer whose host swallows packets would hold up every
-prompt. So the worker knocks first, off the engine.
+An engine makes few links at a time, and waits long for each. So the worker knocks first: a peer whose host swallows packets is
+found out sooner, and holds up no other peer's link.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker knocks at a peer's memory before its engine connects: what does not answer costs no prompt a moment."""
+"""A worker knocks at a peer's memory before its engine connects: what does not answer takes no place among its links."""
 
 from __future__ import annotations
 
