@@ -20,7 +20,8 @@ from common.bus.port import Stored
 
 HEARTBEAT_S: Final = 1.0
 _SILENCE_S: Final = 3.5
-_INACTIVE_S: Final = 30.0
+_INACTIVE_S: Final = 5.0
+"""How long the server keeps a consumer that nobody listens to: a lost connection ends the pass, so nobody comes back to one."""
 _CLOSE_TIMEOUT_S: Final = 1.0
 _NANOSECONDS: Final = 1_000_000_000
 _CONTROL: Final = "100"

@@ -55,7 +55,7 @@ async def test_a_watch_goes_on_after_a_freeze_that_cost_the_connection(
     own_nats_server: NatsServer, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hazard 2: the same when pings went unanswered and the client has connected anew."""
-    monkeypatch.setattr(nats_connection, "_PING_EVERY_S", 0.1)
+    monkeypatch.setattr(nats_connection, "PING_EVERY_S", 0.1)
     world = NatsWorld(own_nats_server)
     async with world.open() as bus:
         bucket = await bus.ensure_bucket(BucketConfig(name="B"))

@@ -108,3 +108,14 @@ def test_it_comes_back_at_the_same_address_and_can_be_ended_twice(tmp_path: Path
         assert server.url == url
         server.stop()
     assert not server.is_running
+
+
+def test_a_summary_of_the_last_stop_is_not_trusted(tmp_path: Path) -> None:
+    """What the server wrote of its streams when it was last stopped is gone when it starts again; the streams themselves stay."""
+    folder = tmp_path / "jetstream" / "$G" / "streams" / "KV_B" / "msgs"
+    folder.mkdir(parents=True)
+    (folder / "index.db").write_bytes(b"older than the stream")
+    (folder / "1.blk").touch()
+    server = NatsServer(tmp_path)
+    server._forget_indexes()
+    assert [path.name for path in folder.iterdir()] == ["1.blk"]
