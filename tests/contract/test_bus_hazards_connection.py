@@ -186,7 +186,7 @@ async def test_a_server_that_stands_still_counts_as_lost_and_comes_back(
     own_nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unanswered pings end the connection: calls fail at once, not by timeout; after the thaw everything works again."""
-    monkeypatch.setattr(nats_connection, "_PING_EVERY_S", 0.1)
+    monkeypatch.setattr(nats_connection, "PING_EVERY_S", 0.1)
     world = NatsWorld(own_nats_server)
     async with world.open() as bus, world.open() as other:
         serving = await answer(other, "pd.rpc", b"re:")
