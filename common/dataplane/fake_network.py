@@ -11,7 +11,8 @@ from typing import Final
 
 import msgspec
 
-from common.dataplane.port import MAX_GENERATION, Quiescence, WriteGrant
+from common.dataplane.generations import check_cells, raise_cells
+from common.dataplane.port import Quiescence, WriteGrant
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import InvalidValueError
 
@@ -81,31 +82,23 @@ class FakeRegion:
 
     def generation(self, cell: int) -> int:
         """The value of one generation cell."""
-        self._check_cells((cell,))
+        check_cells(self.cells, (cell,))
         return self.cells[cell]
 
     def open_grant(self, grant: WriteGrant) -> None:
         """Let those who hold `grant` in; any secret will do, also an empty one, but it must be shown again."""
-        self._check_cells((grant.lock_cell,))
+        check_cells(self.cells, (grant.lock_cell,))
         self.set_generations(grant.cells, grant.generation)
         self._secrets[grant.lock_cell] = grant.secret
 
     def set_generations(self, cells: Sequence[int], value: int) -> None:
         """Store `value` into `cells`; they only rise."""
-        self._check_cells(cells)
-        if not 0 < value <= MAX_GENERATION:
-            raise InvalidValueError(field="value", value=value, rule=f"1 to {MAX_GENERATION}")
         with self.changed:
-            for cell in cells:
-                if self.cells[cell] > value:
-                    rule = f"generations only rise, and cell {cell} holds {self.cells[cell]}"
-                    raise InvalidValueError(field="value", value=value, rule=rule)
-            for cell in cells:
-                self.cells[cell] = value
+            raise_cells(self.cells, cells, value)
 
     def revoke(self, cells: Sequence[int], lock_cell: int, value: int, deadline: float) -> Quiescence:
         """Raise `cells` to `value`, then wait for the writers that hold `lock_cell`."""
-        self._check_cells((lock_cell,))
+        check_cells(self.cells, (lock_cell,))
         self.set_generations(cells, value)
         self._secrets.pop(lock_cell, None)
         with self.changed:
@@ -135,11 +128,6 @@ class FakeRegion:
         with self.changed:
             self.num_writers[lock_cell] -= 1
             self.changed.notify_all()
-
-    def _check_cells(self, cells: Sequence[int]) -> None:
-        for cell in cells:
-            if not 0 <= cell < len(self.cells):
-                raise InvalidValueError(field="cells", value=cell, rule=f"0 to {len(self.cells) - 1}")
 
 
 def address_of(descriptor: RegionDescriptor) -> tuple[str, str, str]:

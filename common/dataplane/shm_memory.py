@@ -15,7 +15,8 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from common.dataplane.port import MAX_GENERATION, DataPlaneError
+from common.dataplane.generations import check_cells, raise_cells
+from common.dataplane.port import DataPlaneError
 from contracts.errors import InvalidValueError
 
 PAGE_BYTES: Final = 4096
@@ -76,20 +77,15 @@ class RegionMemory:
         self.base: Final = data_offset(num_cells)
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + self.base
 
+    def generation(self, cell: int) -> int:
+        """The value of one generation cell. Raises `InvalidValueError` for one outside the header."""
+        self.check_cells((cell,))
+        return self.cells[cell]
+
     def check_cells(self, cells: Sequence[int]) -> None:
-        """Raise `InvalidValueError` unless every cell lies in the header."""
-        for cell in cells:
-            if not 0 <= cell < self.num_cells:
-                raise InvalidValueError(field="cells", value=cell, rule=f"0 to {self.num_cells - 1}")
+        """See `generations.check_cells`."""
+        check_cells(self.cells, cells)
 
     def raise_cells(self, cells: Sequence[int], value: int) -> None:
-        """Store `value` into `cells`. Raises `InvalidValueError`, before any is changed, when a cell holds a newer one."""
-        self.check_cells(cells)
-        if not 0 < value <= MAX_GENERATION:
-            raise InvalidValueError(field="value", value=value, rule=f"1 to {MAX_GENERATION}")
-        for cell in cells:
-            if self.cells[cell] > value:
-                rule = f"generations only rise, and cell {cell} holds {self.cells[cell]}"
-                raise InvalidValueError(field="value", value=value, rule=rule)
-        for cell in cells:
-            self.cells[cell] = value
+        """See `generations.raise_cells`."""
+        raise_cells(self.cells, cells, value)

@@ -69,8 +69,8 @@ class WorkMetrics:
         for replica in replicas:
             rank = str(replica.dp_rank)
             for state in ("free", "held", "quarantined"):
-                blocks.labels(rank, state).set_function(partial(_num_blocks, replica, state))
-                slots.labels(rank, state).set_function(partial(_num_slots, replica, state))
+                blocks.labels(rank, state).set_function(partial(_num_of, replica, "blocks", state))
+                slots.labels(rank, state).set_function(partial(_num_of, replica, "slots", state))
             sequences.labels(rank, "waiting").set_function(partial(_load, replica, "num_waiting"))
             sequences.labels(rank, "running").set_function(partial(_load, replica, "num_running"))
             queued.labels(rank).set_function(partial(_load, replica, "num_prompt_tokens_left"))
@@ -118,23 +118,15 @@ def _load(replica: Replica, field: str) -> int:
     return value
 
 
-def _num_blocks(replica: Replica, state: str) -> int:
-    pool = replica.pool
+def _num_of(replica: Replica, what: str, state: str) -> int:
+    """How many blocks or slots of a replica's pool are in a state."""
+    free, quarantined, everywhere = (
+        int(getattr(replica.pool, f"num_{kind}{what}")) for kind in ("free_", "quarantined_", "")
+    )
     match state:
         case "free":
-            return pool.num_free_blocks
+            return free
         case "quarantined":
-            return pool.num_quarantined_blocks
+            return quarantined
         case _:
-            return pool.num_blocks - pool.num_free_blocks - pool.num_quarantined_blocks
-
-
-def _num_slots(replica: Replica, state: str) -> int:
-    pool = replica.pool
-    match state:
-        case "free":
-            return pool.num_free_slots
-        case "quarantined":
-            return pool.num_quarantined_slots
-        case _:
-            return pool.num_slots - pool.num_free_slots - pool.num_quarantined_slots
+            return everywhere - free - quarantined
