@@ -12,6 +12,7 @@ from common.runtime.clock import SystemClock
 from loadtest.mesh import Mesh, MeshSpec
 from tests.e2e.launcher_traces import Commands, Traces, short_folder
 from tests.e2e.mesh_probe import Probe
+from tests.e2e.planted_mesh import PlantedMesh, planted_mesh
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 
@@ -51,6 +52,20 @@ async def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[P
     spec = MeshSpec(mode="P4/D2x2", model=MODEL, workers=(("prefill", "tp=4"), ("decode", "tp=2,dp=2")))
     async for probe in _running(spec, tmp_path_factory.mktemp("wide")):
         yield probe
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def planted_shm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PlantedMesh]:
+    """Single services over shared memory, whose workers can be told to fail."""
+    async with planted_mesh(tmp_path_factory.mktemp("planted-shm"), "shm") as mesh:
+        yield mesh
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def planted_tcp(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PlantedMesh]:
+    """The same over tcp."""
+    async with planted_mesh(tmp_path_factory.mktemp("planted-tcp"), "tcp") as mesh:
+        yield mesh
 
 
 @pytest.fixture

@@ -208,5 +208,6 @@ def _process(pid: int) -> tuple[str, int, int]:
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     if words[0].endswith(b"nats-server"):
         return "nats-server", 0, 0
-    name = b" ".join(word for word in words if b"services." in word or b"forkserver" in word)
-    return name.decode()[:60], len(links), sum("memfd:" in link for link in links)
+    named = (b"forkserver" if b"forkserver" in word else word for word in words)
+    name = b" ".join(word for word in named if word.startswith((b"services.", b"forkserver")))
+    return name.decode(), len(links), sum("memfd:" in link for link in links)
