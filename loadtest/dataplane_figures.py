@@ -134,7 +134,7 @@ def _rate_table(figures: Sequence[CaseFigures]) -> Table:
             *(_over(each, base) for base in BASELINES),
             *(number(rate) for rate in each.rate),
             number(each.latency_us, 0),
-            number(each.cpu_s_per_gb),
+            number(each.cpu_s_per_gb, 3),
         )
         for each in figures
     )

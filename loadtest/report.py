@@ -113,14 +113,13 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The last line: whether all that came out was right, and, apart from that, which aims were missed."""
+        """The last line: whether all that came out was right, and, apart from that, how many aims were met; which, tells their table."""
         count = len(self._failures)
         right = f"{count} failure{'s' * (count > 1)}" if count else "passed"
         if not self._aims:
             return right
-        missed = [what for what, _, met in self._aims if not met]
-        shown = f"; missed: {', '.join(missed)}" if missed else ""
-        return f"{right}; aims met: {len(self._aims) - len(missed)} of {len(self._aims)}{shown}"
+        num_met = sum(met for _, _, met in self._aims)
+        return f"{right}; aims: {num_met} met, {len(self._aims) - num_met} missed"
 
     def json(self) -> bytes:
         """The same for programs: one object."""
