@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import sys
 
-from common.bus.measurement import BusMetrics
 from common.bus.nats import NatsBus
+from common.bus.service_bus import connect_for_life
 from common.bus.storage import EVENTS_CONFIG
 from common.engine.port import Engine, EngineDeadError
 from common.runtime.admin import AdminRoutes, AdminServer
@@ -74,16 +74,9 @@ async def _start(
             weight_bytes=sum(rank.num_weight_bytes for rank in each.info.ranks),
             cache_bytes=sum(rank.num_region_bytes for rank in each.info.ranks),
         )
-    bus = await NatsBus.connect(
-        settings.nats_url,
-        name=settings.worker_id,
-        tasks=lifecycle.tasks,
-        clock=clock,
-        log=log,
-        on_closed=lifecycle.fail,
-        observer=BusMetrics(metrics),
+    bus = await connect_for_life(
+        settings.nats_url, name=settings.worker_id, lifecycle=lifecycle, clock=clock, log=log, metrics=metrics
     )
-    lifecycle.on_close("bus", bus.close)
     buses.append(bus)
     await bus.ensure_stream(EVENTS_CONFIG)
     service = kind(

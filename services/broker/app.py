@@ -8,10 +8,9 @@ import sys
 from typing import Final
 
 from common.bus.lease import Lease
-from common.bus.measurement import BusMetrics
-from common.bus.nats import NatsBus
 from common.bus.port import Bus
 from common.bus.refusals import Refusals
+from common.bus.service_bus import connect_for_life
 from common.bus.storage import EVENTS_CONFIG, LEASE_TTL_S, LEASES_CONFIG
 from common.runtime.admin import AdminRoutes, AdminServer
 from common.runtime.clock import Clock, SystemClock
@@ -120,16 +119,9 @@ def run_broker(argv: list[str]) -> int:
 async def _start(settings: BrokerSettings, lifecycle: Lifecycle, log: Log) -> None:
     clock: Clock = SystemClock()
     metrics = Metrics()
-    bus = await NatsBus.connect(
-        settings.nats_url,
-        name=settings.broker_id,
-        tasks=lifecycle.tasks,
-        clock=clock,
-        log=log,
-        on_closed=lifecycle.fail,
-        observer=BusMetrics(metrics),
+    bus = await connect_for_life(
+        settings.nats_url, name=settings.broker_id, lifecycle=lifecycle, clock=clock, log=log, metrics=metrics
     )
-    lifecycle.on_close("bus", bus.close)
     leadership = make_leadership(settings, bus=bus, clock=clock, log=log, metrics=metrics)
     routes = AdminRoutes(
         state=lambda: lifecycle.state,

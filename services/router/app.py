@@ -9,10 +9,9 @@ from typing import Final
 
 from aiohttp import web
 
-from common.bus.measurement import BusMetrics
-from common.bus.nats import NatsBus
 from common.bus.port import Bus
 from common.bus.refusals import Refusals
+from common.bus.service_bus import connect_for_life
 from common.runtime.admin import AdminRoutes
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Lifecycle, Log
@@ -49,16 +48,9 @@ async def connect_and_start(
 ) -> int:
     """Start the router on the NATS server of its settings; see `start`."""
     registry = Metrics()
-    bus = await NatsBus.connect(
-        settings.nats_url,
-        name=settings.router_id,
-        tasks=lifecycle.tasks,
-        clock=clock,
-        log=log,
-        on_closed=lifecycle.fail,
-        observer=BusMetrics(registry),
+    bus = await connect_for_life(
+        settings.nats_url, name=settings.router_id, lifecycle=lifecycle, clock=clock, log=log, metrics=registry
     )
-    lifecycle.on_close("bus", bus.close)
     return await start(settings, lifecycle, bus=bus, clock=clock, log=log, registry=registry, entropy=entropy)
 
 
