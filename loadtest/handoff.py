@@ -13,8 +13,9 @@ from loadtest.client import Prompt, Sample
 from loadtest.comparison import Comparison
 from loadtest.events import decode_manifests, handoffs_of
 from loadtest.mesh import Mesh, MeshSpec
+from loadtest.push_figures import PushFigures, report_push
 from loadtest.push_shapes import BLOCK_TOKENS, large_shape, model_shape
-from loadtest.push_throughput import NUM_SEQUENCES, PushFigures, bench, report_push
+from loadtest.push_throughput import NUM_SEQUENCES, bench
 from loadtest.report import Report
 from loadtest.rounds import Load, Target, random_prompts, run_rounds
 from loadtest.settings import LoadSettings

@@ -20,7 +20,8 @@ from loadtest.__main__ import EXIT_SETTINGS, run
 from loadtest.arguments import parser
 from loadtest.client import Sample
 from loadtest.mesh import MeshSpec
-from loadtest.push_throughput import NUM_SEQUENCES, PushFigures, bench, report_push, sum_of_medians
+from loadtest.push_figures import PushFigures, report_push, sum_of_medians
+from loadtest.push_throughput import NUM_SEQUENCES, bench
 from loadtest.recall import make_task
 from loadtest.recall_run import RecallFigures, meshes_of, report_recall, score, tasks_of
 from loadtest.report import EXIT_FAILED, EXIT_GOOD, Machine, Report
