@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from common.bus.port import Bus
 from common.bus.storage import WORKER_TTL_S
@@ -10,6 +11,8 @@ from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
 from contracts.requests import WorkerRef
 from services.broker.core.leases import Leases
+
+_STANDSTILL_S: Final = WORKER_TTL_S / 2
 
 
 class Presence:
@@ -22,6 +25,7 @@ class Presence:
         self._on_gone = on_gone
         self._leases = Leases(ttl_s=WORKER_TTL_S)
         self._reconnects = bus.reconnects
+        self._judged_at = clock.monotonic()
 
     def heard(self, worker: WorkerRef) -> None:
         """Note a worker's sign of life."""
@@ -32,9 +36,15 @@ class Presence:
         self._tell(self._leases.signed_off(worker_id))
 
     def judge_silence(self) -> None:
-        """Find those who have fallen silent. An outage of the bus silences everybody, and says nothing of anybody."""
+        """Find those who have fallen silent; to be called several times in a ttl.
+
+        An outage of the bus silences everybody, and says nothing of anybody. Nor can this process have heard anybody while
+        it stood still itself.
+        """
         now = self._clock.monotonic()
-        if not self._bus.is_connected or self._bus.reconnects != self._reconnects:
+        stood_still = now - self._judged_at >= _STANDSTILL_S
+        self._judged_at = now
+        if stood_still or not self._bus.is_connected or self._bus.reconnects != self._reconnects:
             self._reconnects = self._bus.reconnects
             self._leases.outage_until(now)
             return

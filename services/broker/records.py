@@ -12,12 +12,16 @@ from common.bus.storage import handoffs_config
 from common.runtime.clock import Clock, Deadline
 from contracts.codec import decode, encode
 from contracts.errors import CodecError, ErrorCode, ErrorInfo
-from contracts.handoff import HandoffRecord
+from contracts.handoff import HandoffRecord, HandoffState
+from contracts.requests import DisaggregatedRoute
+from services.broker.core.deadline_text import seconds_left
 from services.broker.core.effects import StoreRecord
 from services.broker.core.events import RecordConflict, RecordStored, RecordUnwritten
 
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 0.5
+_MAX_ENDED: Final = 1024
+"""How many ended handoffs are told again at most: far more than can end while a broker goes down."""
 
 Outcome = RecordStored | RecordConflict | RecordUnwritten
 
@@ -77,13 +81,17 @@ class Records:
                 return RecordConflict(at_ns=now_ns, write=effect.write, found=found, revision=held)
             return RecordStored(at_ns=self._clock.monotonic_ns(), write=effect.write, revision=revision)
 
-    async def unfinished(self, unreadable: Callable[[str, CodecError], None]) -> list[tuple[HandoffRecord, int]]:
-        """Every record that is not terminal, with its revision. Raises `BusError`.
+    async def left_over(self, unreadable: Callable[[str, CodecError], None]) -> list[tuple[HandoffRecord, int]]:
+        """What an earlier broker may not have brought to its end, with revisions. Raises `BusError`.
+
+        That is every record that is not terminal, and the latest of those terminal ones whose end it was for the broker to
+        tell the workers: it may have written that word as its last. After the deadline they need not be told.
 
         What is no record is left where it is, and told to `unreadable` with its key.
         """
         bucket = self._opened()
         found: list[tuple[HandoffRecord, int]] = []
+        ended: list[tuple[HandoffRecord, int]] = []
         for key in await bucket.keys():
             entry = await bucket.get(key)
             if entry is None:
@@ -95,12 +103,22 @@ class Records:
                 continue
             if not record.state.terminal:
                 found.append((record, entry.revision))
-        return found
+            elif _ended_here(record) and seconds_left(record.deadline_at, self._clock.wall_time()) > 0:
+                ended.append((record, entry.revision))
+        ended.sort(key=lambda each: each[1])
+        return found + ended[-_MAX_ENDED:]
 
     def _opened(self) -> Bucket:
         if self._bucket is None:
             raise AssertionError("`open` comes first")
         return self._bucket
+
+
+def _ended_here(record: HandoffRecord) -> bool:
+    """Whether it ended before its answer did: else the worker that streams the answer ended it, and has let go by itself."""
+    if record.state is not HandoffState.FINISHED:
+        return True
+    return record.num_tokens <= 1 and isinstance(record.route, DisaggregatedRoute)
 
 
 def _checked(key: str, record: HandoffRecord) -> HandoffRecord:

@@ -222,10 +222,10 @@ class Broker:
     # Life.
 
     async def recover(self) -> int:
-        """Take over what an earlier broker left unfinished; return how much that is. Raises `BusError`."""
-        unfinished = await self._records.unfinished(self._unreadable)
+        """Take over what an earlier broker left behind; return how much that is. Raises `BusError`."""
+        left_over = await self._records.left_over(self._unreadable)
         now_ns = self._clock.monotonic_ns()
-        for record, revision in unfinished:
+        for record, revision in left_over:
             deadline = Deadline.after(self._clock, seconds_left(record.deadline_at, self._clock.wall_time()))
             deadline_ns = now_ns + round(deadline.remaining * 1e9)
             event = Adopted(at_ns=now_ns, record=record, revision=revision, deadline_ns=deadline_ns)
@@ -234,7 +234,7 @@ class Broker:
             with within(trace):
                 self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
             self._keep(handoff, effects, deadline, trace)
-        return len(unfinished)
+        return len(left_over)
 
     def _unreadable(self, key: str, error: CodecError) -> None:
         self._log.error("handoff_record_unreadable", handoff_id=key, error_code=error.code, reason=error.message)

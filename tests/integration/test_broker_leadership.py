@@ -21,15 +21,18 @@ from common.runtime.metrics import Metrics
 from common.runtime.offload import inline
 from contracts import subjects
 from contracts.codec import decode, encode
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName
 from contracts.handoff import CommitHandoff, HandoffState, ReleaseHandoff, ReserveDecode, RunPrefill
 from contracts.requests import Accepted, Ping, Pong
-from contracts.subjects import BrokerVerb
+from contracts.subjects import BrokerVerb, WorkerVerb
 from services.broker.app import make_leadership
 from services.broker.leadership import Leadership
 from services.broker.settings import BrokerSettings
 from tests.integration.broker_world import HANDOFF, World, in_world
 
 OK = Accepted(handoff_id=HANDOFF)
+LOST = ErrorInfo(code=ErrorCode.WORKER_LOST, message="gone")
 SOON_S = 0.2 * LEASE_TTL_S
 
 
@@ -154,6 +157,36 @@ def test_what_was_not_committed_fails_and_is_released_by_the_next_leader() -> No
         await world.until(lambda: bool(world.prefill.of(ReleaseHandoff)) and bool(world.decode.of(ReleaseHandoff)))
         await world.until(lambda: world.broker.num_in_flight == 0)
         assert (await world.record()).state is HandoffState.FAILED
+
+    in_world(scenario, with_broker=False)
+
+
+def test_what_had_failed_is_released_and_told_by_the_next_leader() -> None:
+    """A leader that dies right after it wrote the end down: memory and the router do not wait for the deadline."""
+
+    async def scenario(world: World, server: MemoryServer) -> None:
+        first, second = await two(world, server)
+        workers = (world.prefill, world.decode)
+        answering = [worker.scripts[WorkerVerb.RELEASE] for worker in workers]
+        for worker in workers:
+            worker.scripts[WorkerVerb.RELEASE] = lambda _message: None
+        assert await world.submit() == OK
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        assert await world.finish_prefill(first_token=None, error=LOST) == OK
+        await world.until(lambda: bool(world.prefill.of(ReleaseHandoff)) and bool(world.decode.of(ReleaseHandoff)))
+        assert world.frames.get_nowait().error == LOST
+        await first.die()
+        for worker, script in zip(workers, answering, strict=True):
+            worker.heard.clear()
+            worker.scripts[WorkerVerb.RELEASE] = script
+        await follow(world, second)
+        await world.until(lambda: world.broker.num_in_flight == 0)
+        assert world.prefill.of(ReleaseHandoff)
+        assert world.decode.of(ReleaseHandoff)
+        assert world.frames.get_nowait().error == LOST
+        assert (await world.record()).error == LOST
+        ends = [event.event for event in await world.events() if event.event is EventName.REQUEST_FAILED]
+        assert len(ends) == 1
 
     in_world(scenario, with_broker=False)
 

@@ -49,7 +49,7 @@ async def test_unreadable_records_are_told_and_passed_over(garbage: bytes) -> No
     records = Records(bus, clock, ttl_s=60.0, timeout_s=1.0)
     await records.open()
     told: list[tuple[str, CodecError]] = []
-    found = await records.unfinished(lambda key, error: told.append((key, error)))
+    found = await records.left_over(lambda key, error: told.append((key, error)))
     assert [record for record, _ in found] == [RECORD]
     assert [key for key, _ in told] == ["r0-0"]
     assert await bucket.get("r0-0") is not None

@@ -263,3 +263,21 @@ def test_a_record_before_its_commit_fails(state: HandoffState) -> None:
     assert answer.frame.error.rule.retryable
     names = [effect.name for effect in effects if isinstance(effect, fx.Publish)]
     assert names == [EventName.REQUEST_FAILED]
+
+
+@pytest.mark.parametrize("state", [HandoffState.FAILED, HandoffState.CANCELLED, HandoffState.FINISHED])
+def test_an_ended_record_is_told_again_to_all_whom_it_concerns(state: HandoffState) -> None:
+    """The broker that wrote it may have told nobody: memory comes back, the router hears of a failure; people are not told twice."""
+    error = ErrorInfo(code=ErrorCode.WORKER_LOST, message="gone") if state is HandoffState.FAILED else None
+    ended = msgspec.structs.replace(record(state), error=error)
+    event = ev.Adopted(at_ns=SECOND, record=ended, revision=8, deadline_ns=11 * SECOND)
+    handoff, effects = adopt(event, POLICY)
+    releases = [effect for effect in effects if isinstance(effect, fx.AskRelease)]
+    assert {release.role for release in releases} == {WorkerRole.PREFILL, WorkerRole.DECODE}
+    answers = [effect.frame.error for effect in effects if isinstance(effect, fx.AnswerRouter)]
+    assert len(answers) == (0 if state is HandoffState.FINISHED else 1)
+    assert error is None or answers == [error]
+    assert len(effects) == len(releases) + len(answers)
+    for release in releases:
+        handoff, effects = step(handoff, ev.ReleaseSettled(at_ns=SECOND, role=release.role, acknowledged=True))
+    assert fx.Forget() in effects

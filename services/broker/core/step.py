@@ -70,7 +70,11 @@ def begin(event: Submitted, policy: Policy) -> Outcome:
 
 
 def adopt(event: Adopted, policy: Policy) -> Outcome:
-    """A handoff of a broker that is gone: what has been committed goes on, what has not fails, so that the router tries again."""
+    """A handoff of a broker that is gone: what has been committed goes on, what has not fails, so that the router tries again.
+
+    One that has ended may have done so in the last moment of that broker: it is told again to all whom it concerns, but not
+    to people.
+    """
     record = msgspec.structs.replace(event.record, fence=policy.fence)
     handoff = Handoff(
         policy=policy,
@@ -91,7 +95,8 @@ def adopt(event: Adopted, policy: Policy) -> Outcome:
         case HandoffState.DECODING:
             turn.set(run_accepted=True, commit_asked=True, commit_accepted=True, taken_over=True)
         case _:
-            turn.set(stored=record, router_answered=True)
+            turn.set(stored=messages.for_bucket(record))
+            turn.part()
     pump(turn)
     return turn.outcome
 

@@ -137,15 +137,7 @@ class Turn:
         owed = self._owed() if record.state is HandoffState.FAILED else {}
         self.set(record=record)
         handoff = self.handoff
-        failed = record.state is not HandoffState.FINISHED
-        reason = record.error.message if record.error is not None else str(record.state)
-        for role in sorted(handoff.told):
-            self.release(role, reason)
-        if not handoff.submit_answered:
-            self.effects.append(AnswerSubmit(error=record.error))
-        elif failed and not handoff.router_answered:
-            self.effects.append(AnswerRouter(router_id=record.router_id, frame=messages.final_frame(handoff)))
-        self.set(submit_answered=True, router_answered=True)
+        self.part()
         name = {
             HandoffState.FINISHED: EventName.REQUEST_FINISHED,
             HandoffState.CANCELLED: EventName.REQUEST_CANCELLED,
@@ -158,6 +150,19 @@ class Turn:
             error=record.error,
             **owed,
         )
+
+    def part(self) -> None:
+        """Let go of whoever has to do with a handoff that has ended. They may have heard it before: nothing changes then."""
+        handoff = self.handoff
+        record = handoff.record
+        reason = record.error.message if record.error is not None else str(record.state)
+        for role in sorted(handoff.told):
+            self.release(role, reason)
+        if not handoff.submit_answered:
+            self.effects.append(AnswerSubmit(error=record.error))
+        elif record.state is not HandoffState.FINISHED and not handoff.router_answered:
+            self.effects.append(AnswerRouter(router_id=record.router_id, frame=messages.final_frame(handoff)))
+        self.set(submit_answered=True, router_answered=True)
 
     def _owed(self) -> dict[str, Any]:
         """Which parts of the cache had not arrived."""

@@ -1,0 +1,54 @@
+"""Who is there, as the broker sees it: silence counts only while it could have heard."""
+
+from __future__ import annotations
+
+import structlog
+
+from common.bus.memory import MemoryServer
+from common.bus.storage import WORKER_TTL_S
+from common.runtime.virtual_time import VirtualClock, run_virtual
+from contracts.requests import WorkerRef
+from services.broker.presence import Presence
+
+WORKER = WorkerRef(worker_id="decode-0", incarnation="i1")
+_SWEEP_S = 0.1
+
+
+async def _judge_for(presence: Presence, clock: VirtualClock, seconds: float) -> None:
+    for _ in range(round(seconds / _SWEEP_S)):
+        await clock.sleep(_SWEEP_S)
+        presence.judge_silence()
+
+
+def test_silence_while_this_process_stood_still_says_nothing() -> None:
+    """A frozen broker that goes on must not take its workers for dead; those that stay silent afterwards are."""
+
+    async def scenario(clock: VirtualClock) -> None:
+        gone: list[WorkerRef] = []
+        presence = Presence(MemoryServer(clock).connect(), clock, structlog.get_logger(), on_gone=gone.append)
+        presence.heard(WORKER)
+        await _judge_for(presence, clock, WORKER_TTL_S / 2)
+        await clock.sleep(2 * WORKER_TTL_S)
+        await _judge_for(presence, clock, WORKER_TTL_S)
+        assert gone == []
+        assert not presence.is_gone(WORKER)
+        await _judge_for(presence, clock, 2 * WORKER_TTL_S)
+        assert gone == [WORKER]
+        assert presence.is_gone(WORKER)
+
+    run_virtual(scenario)
+
+
+def test_silence_of_a_worker_is_noticed_in_time() -> None:
+    """While the broker looks, a worker that falls silent is gone after its ttl."""
+
+    async def scenario(clock: VirtualClock) -> None:
+        gone: list[WorkerRef] = []
+        presence = Presence(MemoryServer(clock).connect(), clock, structlog.get_logger(), on_gone=gone.append)
+        presence.heard(WORKER)
+        await _judge_for(presence, clock, WORKER_TTL_S - 2 * _SWEEP_S)
+        assert gone == []
+        await _judge_for(presence, clock, 4 * _SWEEP_S)
+        assert gone == [WORKER]
+
+    run_virtual(scenario)
