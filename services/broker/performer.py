@@ -152,14 +152,17 @@ class Performer:
         began_ns = self._now_ns
         answer: Accepted | Released | None = None
         try:
-            answer = await self._calls.ask(
+            said = await self._calls.ask(
                 subject,
                 lambda: effect.message,
-                Accepted | Released,
+                Accepted | Released | Refused,
                 Deadline.after(self._clock, self._release_timeout_s),
                 wanted=lambda: not self._is_gone(worker),
                 patient=True,
             )
+            if isinstance(said, Refused):  # its engine is lost, and it will be soon
+                raise PdmeshError.from_info(said.error)
+            answer = said
         except CallAbandonedError:
             self._log.info("release_moot", handoff_id=effect.message.handoff_id, worker_id=worker.worker_id)
         except PdmeshError as error:
