@@ -95,6 +95,7 @@ async def start(
     )
     canceller = Canceller(bus, clock, log, cancels, timeout_s=settings.cancel_timeout_s)
     acknowledgements = BoundedTasks(lifecycle.tasks, name="acknowledge", limit=_MAX_ACKNOWLEDGEMENTS)
+    replayer = Replayer(bus, metrics, acknowledgements)
     admission = Admission(metrics, limit=settings.max_concurrent_requests)
     generator = Generator(
         model=model.name,
@@ -103,7 +104,7 @@ async def start(
         inbox=inbox,
         dispatcher=Dispatcher(bus, router_id=settings.router_id, call_timeout_s=settings.call_timeout_s),
         canceller=canceller,
-        replayer=Replayer(bus, metrics, acknowledgements),
+        replayer=replayer,
         policy=RetryPolicy(
             max_attempts=settings.max_attempts,
             first_delay_s=settings.retry_delay_s,
@@ -140,6 +141,7 @@ async def start(
     runner = _runner(settings, endpoints.routes(), metrics, clock, log)
     lifecycle.on_close("http", runner.cleanup)
     lifecycle.on_close("cancels", _closing(canceller.close))
+    lifecycle.on_close("acknowledgements", _closing(replayer.close))
     await runner.setup()
     if runner.server is None:
         raise AssertionError("a runner that was set up has a server")

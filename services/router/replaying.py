@@ -31,6 +31,11 @@ class Replayer:
         self._bus = bus
         self._metrics = metrics
         self._tasks = tasks
+        self._closed = False
+
+    def close(self) -> None:
+        """Tell nobody of ends any more: the process ends, and what workers keep goes at the deadline."""
+        self._closed = True
 
     async def ask(self, attempt: Attempt, order: TokenOrder) -> TokenFrame | None:
         """What the worker has told from the next token on, or how the broker says that it ended; None when nobody can tell now.
@@ -58,7 +63,8 @@ class Replayer:
 
     def acknowledge(self, attempt: Attempt, num_tokens: int) -> None:
         """Let the workers forget what they have told; it is done in the background. A lost word costs memory until the deadline."""
-        self._tasks.try_start(lambda: self._acknowledge(attempt, num_tokens))
+        if not self._closed:
+            self._tasks.try_start(lambda: self._acknowledge(attempt, num_tokens))
 
     async def _acknowledge(self, attempt: Attempt, num_tokens: int) -> None:
         data = encode(ReplayTokens(handoff_id=attempt.handoff_id, index=num_tokens, ended=True))
