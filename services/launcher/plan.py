@@ -19,7 +19,8 @@ from services.launcher.settings import LauncherSettings, SettingsStructs
 T = TypeVar("T")
 
 WORKER_ROLES: Final = ("prefill", "decode", "mixed")
-_EQUAL_IN_A_PAIR: Final = ("block_size", "dtype")
+_COPIED: Final = "a cache is copied, not converted"
+_EQUAL_IN_A_PAIR: Final = {"block_size": _COPIED, "dtype": _COPIED, "transport": "both ends move bytes in the same way"}
 _SHARED_PLACES: Final = ("--", "PD_", "config file")
 
 
@@ -152,13 +153,11 @@ class _Planner:
     def _check_pairs(self, workers: list[ServicePlan]) -> None:
         """Workers that could never be linked are refused before anything starts."""
         pairs = [worker for worker in workers if worker.role in {"prefill", "decode"}]
-        for key in _EQUAL_IN_A_PAIR:
+        for key, reason in _EQUAL_IN_A_PAIR.items():
             values = {worker.name: getattr(worker.settings.value, key) for worker in pairs}
             if len(set(values.values())) > 1:
                 shown = ", ".join(f"{name} {value}" for name, value in values.items())
-                self._problem(
-                    key, shown, "the same on every prefill and decode worker: a cache is copied, not converted"
-                )
+                self._problem(key, shown, f"the same on every prefill and decode worker: {reason}")
 
     def _collect(self, call: Callable[[], T], place: str = "") -> T | None:
         try:

@@ -63,10 +63,11 @@ def _problems(model: str | None, *workers: tuple[str, str], **rest: Any) -> list
 
 
 def test_workers_that_could_never_be_linked_are_refused(model: str) -> None:
-    """Block size and dtype are named, with who has which, before anything starts; a mixed worker may differ."""
-    problems = _problems(model, ("prefill", "block_size=16"), ("decode", "block_size=32,dtype=bfloat16"))
+    """Block size, dtype and transport are named, with who has which, before anything starts; a mixed worker may differ."""
+    problems = _problems(model, ("prefill", "block_size=16"), ("decode", "block_size=32,dtype=bfloat16,transport=tcp"))
     assert any("block_size" in problem and "prefill-0 16, decode-0 32" in problem for problem in problems)
     assert any("dtype" in problem for problem in problems)
+    assert any("transport" in problem and "prefill-0 shm, decode-0 tcp" in problem for problem in problems)
     assert len(_plan(model, ("prefill", ""), ("decode", ""), ("mixed", "block_size=32")).workers) == 3
 
 
