@@ -192,7 +192,7 @@ async def planted_mesh(directory: Path, transport: str) -> AsyncIterator[Planted
     folder.mkdir()
     worker: dict[str, Any] = {"transport": transport, "collective_timeout_ms": 120_000}
     settings: dict[str, dict[str, Any]] = {
-        "router": {"request_timeout_s": 90.0},
+        "router": {"request_timeout_s": 50.0},
         "prefill": worker | {"tp": 2, "dp": 2, "num_blocks": 512},
         "decode": worker | {"num_blocks": 192},
     }

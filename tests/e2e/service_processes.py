@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,9 +99,14 @@ class Services:
                 await self.terminate(name)
 
     def kill(self) -> None:
-        """End what still runs, at once."""
-        for process in self._processes.values():
+        """End what still runs, at once, ranks that stand still among them."""
+        running = {name: process for name, process in self._processes.items() if process.returncode is None}
+        below = [pid for process in running.values() for pid in descendants(process.pid)]
+        for process in running.values():
             process.kill()
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     async def ready(self, session: aiohttp.ClientSession) -> None:
         """Wait until a request can pass."""
