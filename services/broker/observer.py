@@ -116,10 +116,8 @@ class Observer:
             self._total.labels(state).observe((event.total_ms or 0.0) / 1e3)
 
     def measured(self, handoff: Handoff, effect: Measured) -> None:
-        """Count what a mixed worker has measured, once; it has published it itself."""
-        story = self._stories.get(handoff.handoff_id)
-        if story is None or Phase.PREFILL_QUEUE in story.phases:
-            return
+        """Count what a mixed worker has measured; it has published it itself."""
+        story = self._stories.setdefault(handoff.handoff_id, _Story())
         for phase, milliseconds in phases_of_prompt(effect.prompt):
             self._note(story, phase, milliseconds)
 

@@ -106,7 +106,7 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Count what a worker has measured and told people itself. It may be told twice."""
+    """Count what a worker has measured and told people itself. Once for a handoff."""
 
     prompt: PromptTimes
 

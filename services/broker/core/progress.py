@@ -218,7 +218,7 @@ def worker_ended(turn: Turn, message: RequestEnded) -> None:
     if role not in handoff.settled:
         turn.set(settled=handoff.settled | {role})
         turn.publish(EventName.DECODE_RELEASED)
-    turn.measured(message.prompt)
+        turn.measured(message.prompt)
     if role is WorkerRole.DECODE:
         turn.release(WorkerRole.PREFILL, "the request has ended")
     if message.error is not None:
