@@ -106,7 +106,10 @@ class Engine(Protocol):
         ...
 
     async def next_progress(self) -> RankProgress:
-        """The next report of a start's progress."""
+        """The next report of a start's progress. Later there is none: it waits for the end of the engine, however idle that is.
+
+        Raises `EngineDeadError` as soon as the engine is lost.
+        """
         ...
 
     async def stop(self) -> None:

@@ -6,10 +6,17 @@ import asyncio
 
 from common.bus.port import Bus
 from common.bus.rpc import RpcEdge
+from common.engine.port import Engine
 from common.runtime.lifecycle import Log
 from common.worker.registration import Registration
 from common.worker.service import WorkerService
 from contracts import subjects
+
+
+async def _watch_life(engine: Engine) -> None:
+    """End with `EngineDeadError` once the engine is lost: a worker must not look ready until the next request finds out."""
+    while True:
+        await engine.next_progress()
 
 
 class WorkerHost:
@@ -34,6 +41,7 @@ class WorkerHost:
         works = {
             "rpc": read(),
             **{f"steps-{replica.dp_rank}": replica.loop.run() for replica in service.replicas},
+            **{f"life-{replica.dp_rank}": _watch_life(replica.engine) for replica in service.replicas},
             "cancels": service.run_cancels(cancels),
             "sweeps": service.run_sweeps(),
             "registration": self.registration.run(),

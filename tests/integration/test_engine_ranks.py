@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.port import EngineDeadError, EngineError
+from common.engine.port import Engine, EngineDeadError, EngineError
 from common.engine.rank_group import RankGroup
 from common.engine.rank_launch import ProcessLauncher
 from contracts.rank import CollectivesKind, StepItem, StepPlan
@@ -98,6 +98,12 @@ async def test_bad_starts_are_refused_with_their_reason(reference: Any, tmp_path
     assert "transport: 'pigeon'" in await refusal(2, transport="pigeon")
 
 
+async def read_progress(group: Engine) -> None:
+    """Read what the start has told, and then wait for the end."""
+    while True:
+        await group.next_progress()
+
+
 async def test_a_rank_that_dies_fails_the_engine_loudly(reference: Any, tmp_path: Path) -> None:
     """Killing one process ends every waiting and every later call with an error, and `stop` still works."""
     async with engine(starts(reference.folder, tmp_path, 2), ProcessLauncher()) as (group, _):
@@ -105,6 +111,8 @@ async def test_a_rank_that_dies_fails_the_engine_loudly(reference: Any, tmp_path
         group._handles[1].kill()
         with pytest.raises(EngineDeadError, match="rank 1"):
             await group.next_push()
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            await read_progress(group)
         with pytest.raises(EngineDeadError):
             await group.scan()
 

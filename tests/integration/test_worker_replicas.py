@@ -23,7 +23,7 @@ from contracts.codec import encode
 from contracts.errors import ErrorCode
 from contracts.handoff import PrefillFinished, RequestEnded, Reserved, RunMixed
 from contracts.links import LinkState
-from contracts.rank import StepPlan
+from contracts.rank import RankProgress, StepPlan
 from contracts.requests import Accepted, CancelWork, Refused, SamplingParams, TokenFrame
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
@@ -305,6 +305,30 @@ def test_one_engine_that_dies_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ExceptionGroup) as caught:
         run_virtual(main)
     assert [type(error) for error in caught.value.exceptions] == [EngineDeadError]
+
+
+def test_an_engine_that_dies_while_nothing_is_asked_of_it_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missed at once, not by the first request that is given to it."""
+
+    async def main(clock: VirtualClock) -> None:
+        async with asyncio.timeout(300), asyncio.TaskGroup() as group:
+            mesh = Mesh(group, clock)
+            dead = asyncio.Event()
+
+            async def next_progress(_engine: FakeEngine) -> RankProgress:
+                await dead.wait()
+                raise EngineDeadError("rank 1 ended")
+
+            monkeypatch.setattr(FakeEngine, "next_progress", next_progress)
+            await mesh.open()
+            await pair(mesh, dp=2)
+            await clock.sleep(60.0)
+            dead.set()
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup, match="TaskGroup") as caught:
+        run_virtual(main)
+    assert {type(error) for error in caught.value.exceptions} == {EngineDeadError}
 
 
 def test_a_worker_describes_all_replicas() -> None:
