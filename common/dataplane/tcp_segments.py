@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from common.dataplane.shm_memory import RegionMemory
 from common.dataplane.tcp_channel import SLICE_BYTES
+from common.dataplane.tcp_pieces import MOST_FEW
 from common.dataplane.tcp_vector import Vector
 from common.dataplane.tcp_wire import MAX_SEGMENTS
 from common.layout.joining import batch_of
 from common.layout.run import Run
+from common.layout.run_batch import RunBatch, Scatter
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Column = NDArray[Any]
+    from common.dataplane.tcp_pieces import Column, Numbers
 
 
 class Segments(NamedTuple):
-    """Pieces of at least one byte: where each begins on either side, and its length (int64 columns)."""
+    """Pieces of at least one byte: where each begins on either side, and its length (tuples of few, int64 columns of many)."""
 
-    local: Column
-    remote: Column
-    length: Column
+    local: Numbers
+    remote: Numbers
+    length: Numbers
 
     def batches(self) -> Iterator[Segments]:
         """The same in batches of at most `MAX_SEGMENTS`."""
@@ -40,10 +42,12 @@ class Segments(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all pieces."""
-        return int(self.length.sum())
+        return sum(self.length) if isinstance(self.length, tuple) else int(self.length.sum())
 
     def remote_table(self) -> bytes:
         """The table of a batch: the pieces at the owner's side."""
+        if isinstance(self.length, tuple):
+            return array("Q", chain.from_iterable(zip(self.remote, self.length, strict=True))).tobytes()
         table = np.empty((len(self.length), 2), "<u8")
         table[:, 0] = self.remote
         table[:, 1] = self.length
@@ -52,12 +56,10 @@ class Segments(NamedTuple):
 
 def segments_of(runs: Sequence[Run]) -> Segments:
     """What `runs` copy, in the fewest pieces: what lies next to each other on both sides is one. Runs must have been checked."""
+    few = _few_of(runs)
+    if few is not None:
+        return few
     batch = batch_of(runs)
-    if len(batch) == 1:
-        for run in batch:
-            if run.count == 1:
-                row = np.array((run.local_offset, run.remote_offset, run.length), np.int64)
-                return Segments(row[:1], row[1:2], row[2:])
     local: list[Column] = []
     remote: list[Column] = []
     length: list[Column] = []
@@ -73,14 +75,49 @@ def segments_of(runs: Sequence[Run]) -> Segments:
                 remote.append(placed.remote_base + piece.remote)
                 length.append(np.full(len(piece.local), piece.length, np.int64))
     if not length:
-        empty = np.empty(0, np.int64)
-        return Segments(empty, empty, empty)
+        return Segments((), (), ())
     return _joined(np.concatenate(local), np.concatenate(remote), np.concatenate(length))
 
 
-def vector_into(memory: RegionMemory, offsets: Column, lengths: Column, *, head: bytes = b"") -> Vector:
+def vector_into(memory: RegionMemory, offsets: Numbers, lengths: Numbers, *, head: bytes = b"") -> Vector:
     """Pieces of a region's data for one transfer, with `head` before them. They must lie within the region."""
     return Vector(memory.address, offsets, lengths, memory, slice_bytes=SLICE_BYTES, head=head)
+
+
+def _few_of(runs: Sequence[Run]) -> Segments | None:
+    """The same, or None when there are more than `MOST_FEW` copies."""
+    local: list[int] = []
+    remote: list[int] = []
+    lengths: list[int] = []
+    num_copies = 0
+    local_end = remote_end = -1
+    for copies, local_base, remote_base in _placed(runs):
+        for run in copies:
+            if isinstance(run, Scatter):
+                return None
+            length, count = run.length, run.count
+            num_copies += count
+            if num_copies > MOST_FEW:
+                return None
+            here, there = local_base + run.local_offset, remote_base + run.remote_offset
+            for _ in range(count if length else 0):
+                if here == local_end and there == remote_end:
+                    lengths[-1] += length
+                else:
+                    local.append(here)
+                    remote.append(there)
+                    lengths.append(length)
+                local_end, remote_end = here + length, there + length
+                here += run.local_stride
+                there += run.remote_stride
+    return Segments(tuple(local), tuple(remote), tuple(lengths))
+
+
+def _placed(runs: Sequence[Run]) -> Iterable[tuple[Sequence[Run | Scatter], int, int]]:
+    """Copies, and what is to be added to their offsets."""
+    if isinstance(runs, RunBatch):
+        return [(each.pattern.pieces, each.local_base, each.remote_base) for each in runs.placed]
+    return ((runs, 0, 0),)
 
 
 def _joined(local: Column, remote: Column, length: Column) -> Segments:

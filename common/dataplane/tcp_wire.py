@@ -90,6 +90,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
 
 
+_OPERATIONS: Final = {int(each): each for each in Operation}
+_STATUSES: Final = {int(each): each for each in Status}
 BEGIN_BYTES: Final = PREFIX.size + GRANT.size
 
 
@@ -132,12 +134,12 @@ def decode_begin(head: bytes) -> Begin:
     """The fixed part of a BEGIN. Raises `WireError`."""
     kind, operation, num_batches, num_cells, generation = PREFIX.unpack_from(head)
     lock_cell, timeout_ms, num_first, secret = GRANT.unpack_from(head, PREFIX.size)
-    if kind != Kind.BEGIN or operation not in Operation.__members__.values():
+    if kind != Kind.BEGIN or operation not in _OPERATIONS:
         raise WireError("not the beginning of a transfer")
     if num_first > MAX_SEGMENTS or bool(num_first) != bool(num_batches):
         raise WireError("not the number of pieces of a first batch")
     return Begin(
-        operation=Operation(operation),
+        operation=_OPERATIONS[operation],
         num_batches=num_batches,
         num_first=num_first,
         num_cells=num_cells,
@@ -186,6 +188,6 @@ def decode_reply(head: bytes) -> Reply:
     kind, status, length, _, nbytes = PREFIX.unpack(head)
     if kind == Kind.DATA:
         return Reply(kind=Kind.DATA, status=Status.DONE, length=0, nbytes=nbytes)
-    if kind == Kind.ANSWER and status in Status.__members__.values() and length <= MAX_REASON_BYTES:
-        return Reply(kind=Kind.ANSWER, status=Status(status), length=length, nbytes=nbytes)
+    if kind == Kind.ANSWER and status in _STATUSES and length <= MAX_REASON_BYTES:
+        return Reply(kind=Kind.ANSWER, status=_STATUSES[status], length=length, nbytes=nbytes)
     raise WireError("not an answer")

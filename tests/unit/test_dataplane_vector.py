@@ -28,10 +28,16 @@ class Memory:
         self._view = (ctypes.c_char * len(content)).from_buffer(self.bytes)
         self.address = ctypes.addressof(self._view)
 
-    def vector(self, pieces: list[tuple[int, int]], slice_bytes: int, head: bytes = b"") -> Vector:
-        """A vector of (offset, length)."""
+    def vector(
+        self, pieces: list[tuple[int, int]], slice_bytes: int, head: bytes = b"", *, few: bool = False
+    ) -> Vector:
+        """A vector of (offset, length), given as tuples or as columns."""
         columns = np.array(pieces, np.int64).reshape(-1, 2)
-        return Vector(self.address, columns[:, 0], columns[:, 1], self, slice_bytes=slice_bytes, head=head)
+        offsets, lengths = columns[:, 0], columns[:, 1]
+        if few:
+            given = tuple(offsets.tolist()), tuple(lengths.tolist())
+            return Vector(self.address, *given, self, slice_bytes=slice_bytes, head=head)
+        return Vector(self.address, offsets, lengths, self, slice_bytes=slice_bytes, head=head)
 
 
 def spread(lengths: list[int], gap: int) -> list[tuple[int, int]]:
@@ -59,15 +65,22 @@ def send_all(vector: Vector, connection: socket.socket) -> int:
 
 
 @settings(deadline=None, max_examples=60)
-@given(PIECES, PIECES, st.sampled_from((1, 7, 64, 1000, 1 << 20)), st.sampled_from((b"", b"head")))
+@given(
+    PIECES,
+    PIECES,
+    st.sampled_from((1, 7, 64, 1000, 1 << 20)),
+    st.sampled_from((b"", b"head")),
+    st.tuples(st.booleans(), st.booleans()),
+)
 def test_bytes_arrive_in_order_whatever_the_cuts(
-    sent: list[int], received: list[int], slice_bytes: int, head: bytes
+    sent: list[int], received: list[int], slice_bytes: int, head: bytes, few: tuple[bool, bool]
 ) -> None:
     """The stream is the head and the pieces one after the other; pieces of no byte take no part; nothing else is written."""
     total = len(head) + sum(sent)
     places = spread(fitted(received, total), 5)
     source, target = Memory(BYTES), Memory(bytes(len(BYTES)))
-    out, into = source.vector(spread(sent, 3), slice_bytes, head), target.vector(places, slice_bytes)
+    out = source.vector(spread(sent, 3), slice_bytes, head, few=few[0])
+    into = target.vector(places, slice_bytes, few=few[1])
     here, there = socket.socketpair()
     with here, there:
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -84,17 +97,18 @@ def test_bytes_arrive_in_order_whatever_the_cuts(
     assert target.bytes == expected
 
 
-def test_many_pieces_take_few_calls() -> None:
+@pytest.mark.parametrize("few", [False, True])
+def test_many_pieces_take_few_calls(few: bool) -> None:
     """As many pieces a call as the kernel takes; a call is not cut short by a head, but by the size of a slice."""
     memory = Memory(BYTES)
     here, there = socket.socketpair()
     with here, there:
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         count = 2 * MAX_VECTOR
-        assert send_all(memory.vector(spread([1] * count, 1), 1 << 20, b"head"), here) == 3
+        assert send_all(memory.vector(spread([1] * count, 1), 1 << 20, b"head", few=few), here) == 3
         assert len(there.recv(count + 4, socket.MSG_WAITALL)) == count + 4
-        assert send_all(memory.vector([(0, 4096)], 4096, b"head"), here) == 1
-        assert send_all(memory.vector([(0, 4096)], 1024), here) <= 4
+        assert send_all(memory.vector([(0, 4096)], 4096, b"head", few=few), here) == 1
+        assert send_all(memory.vector([(0, 4096)], 1024, few=few), here) <= 4
         assert there.recv(8196, socket.MSG_WAITALL) == b"head" + BYTES[:4096] * 2
 
 
