@@ -73,7 +73,7 @@ class MeshRun:
         self.interrupted = False
 
     async def run(self) -> int:
-        """Live it; return 0 if nothing failed and every child drained by itself, else 1.
+        """Live it; return 0 if nothing failed and every child drained by itself, or had not come so far yet, else 1.
 
         The first SIGINT, SIGTERM or SIGHUP drains, the second kills.
         """
@@ -145,6 +145,7 @@ class MeshRun:
             say=self._console.say,
             detail=lambda: _last_words(logs, names),
         )
+        supervisor.mark_ready()
         self._console.say("ready")
         return RunningMesh(url=url, nats_url=nats_url, workers=names, logs=logs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import Callable
 from typing import Final
 
@@ -38,6 +39,7 @@ class Supervisor:
         self._stopping = False
         self._hurried = False
         self._cut_off = False
+        self._ready = False
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -51,8 +53,15 @@ class Supervisor:
         self._group.create_task(self._watch(child), name=f"watch {spec.name}")
         return child
 
+    def mark_ready(self) -> None:
+        """The children serve: from now on one that SIGTERM ends, instead of draining, has failed."""
+        self._ready = True
+
     async def stop(self, say: Callable[[str], None]) -> bool:
-        """Stop all children, stage by stage; return whether each ended by itself with status 0. Twice is fine."""
+        """Stop all children, stage by stage; return whether each ended by itself with status 0. Twice is fine.
+
+        Before `mark_ready` the end by SIGTERM is as good: a child that has no handler for it yet has nothing to drain.
+        """
         self._stopping = True
         clean = True
         for stage in sorted({child.spec.stage for child in self._children}):
@@ -80,6 +89,7 @@ class Supervisor:
         ran = child.status is None
         limit_s = _HOPELESS_DRAIN_S if self._cut_off else math.inf
         clean = await child.stop(drain=not self._hurried, limit_s=limit_s)
+        clean = clean or (ran and not self._ready and child.status == -signal.SIGTERM)
         if ran and not clean and not self._hurried:
             say(f"{child.spec.name} did not drain: {_how(child.status)}")
         return clean

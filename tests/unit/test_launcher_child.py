@@ -168,6 +168,21 @@ async def test_a_child_that_does_not_drain_is_named(tmp_path: Path) -> None:
     assert said == ["deaf did not drain: was killed by signal 9"]
 
 
+@pytest.mark.parametrize("ready", [False, True])
+async def test_the_end_by_sigterm_fails_only_once_the_children_serve(tmp_path: Path, ready: bool) -> None:
+    """A child that is told to go before it has a handler for the signal has nothing to drain; later it should have drained."""
+    said: list[str] = []
+    async with asyncio.TaskGroup() as group:
+        supervisor = Supervisor(group, lambda death: pytest.fail(str(death)))
+        child = await supervisor.start(_spec(tmp_path, "sleeper", _SLEEPER))
+        await _said(child.spec.log)
+        if ready:
+            supervisor.mark_ready()
+        assert await supervisor.stop(said.append) is not ready
+    assert child.status == -signal.SIGTERM
+    assert said == (["sleeper did not drain: was killed by signal 15"] if ready else [])
+
+
 async def test_without_a_broker_nobody_drains_for_long(tmp_path: Path) -> None:
     """What the others wait for can come no more: an hour to drain is cut to seconds once the broker has died."""
     died = asyncio.Event()

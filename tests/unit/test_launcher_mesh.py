@@ -59,6 +59,13 @@ signal.signal(15, lambda *_: os.kill(os.getppid(), signal.SIGINT))
 print("weights_loaded", flush=True)
 while True: signal.pause()
 """
+# It has no handler for any signal, and interrupts the launcher, in place of a person.
+_EARLY = """
+import os, signal
+os.kill(os.getppid(), signal.SIGTERM)
+while True: signal.pause()
+"""
+_HANDLERLESS = "import signal; print('weights_loaded', flush=True); signal.pause()"
 _BROKEN = "import sys; print('cannot read the weights', flush=True); sys.exit(3)"
 
 
@@ -209,6 +216,32 @@ async def test_a_signal_drains(stage: _Stage) -> None:
     assert run.interrupted
     assert stage.order.read_text(encoding="utf-8").split() == ["router", "prefill", "decode", "broker"]
     assert _left(stage) == []
+
+
+async def test_a_signal_before_the_mesh_is_ready_leaves_nothing(stage: _Stage) -> None:
+    """Children that SIGTERM ends before they have a handler for it had nothing to drain: no failure, and no logs kept."""
+    stage.play("router", _EARLY)
+
+    async def body(_mesh: RunningMesh) -> None:
+        pytest.fail("the router never became ready")
+
+    run = stage.run(body)
+    assert await run.run() == 0, stage.progress.getvalue()
+    assert run.interrupted
+    assert "did not drain" not in stage.progress.getvalue()
+    assert _left(stage) == []
+
+
+async def test_a_child_that_a_signal_ends_in_a_ready_mesh_did_not_drain(stage: _Stage) -> None:
+    """Once the mesh serves, the end by SIGTERM is named, and the logs are kept."""
+    stage.play("prefill", _HANDLERLESS)
+
+    async def body(mesh: RunningMesh) -> None:
+        await _all_up(mesh)
+
+    assert await stage.run(body).run() == 1
+    assert "prefill-0 did not drain: was killed by signal 15" in stage.progress.getvalue()
+    assert "prefill-0.log" in [path.name for path in _left(stage)]
 
 
 async def test_a_second_signal_kills(stage: _Stage) -> None:
