@@ -11,7 +11,9 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from common.engine.config import ModelConfig, load_config
 from common.runtime.settings import Loaded, SettingsError, SettingsProblem, load, parse_spec, split_overrides
+from common.worker.settings import EngineKind, WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from services.launcher.settings import LauncherSettings, SettingsStructs
@@ -21,6 +23,8 @@ T = TypeVar("T")
 WORKER_ROLES: Final = ("prefill", "decode", "mixed")
 _COPIED: Final = "a cache is copied, not converted"
 _EQUAL_IN_A_PAIR: Final = {"block_size": _COPIED, "dtype": _COPIED, "transport": "both ends move bytes in the same way"}
+_LISTENS: Final = (("admin_port", "admin_host"), ("port", "host"))
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})
 _SHARED_PLACES: Final = ("--", "PD_", "config file")
 
 
@@ -95,15 +99,18 @@ class _Planner:
         self._overrides += [f"router.expected_workers={expected}"] if expected else []
         router = self._load("router", "router")
         workers = [self._load(role, name, spec) for name, role, spec in specs]
+        known = [worker for worker in workers if worker is not None]
         self._check_models([router, *workers])
-        self._check_pairs([worker for worker in workers if worker is not None])
+        self._check_cuts(known)
+        self._check_pairs(known)
+        self._check_ports([service for service in (broker, router, *known) if service is not None])
         if self._problems or launcher is None or broker is None or router is None:
             raise SettingsError(self._distinct_problems())
         return MeshPlan(
             launcher=launcher.settings.value,
             broker=broker,
             router=router,
-            workers=tuple(worker for worker in workers if worker is not None),
+            workers=tuple(known),
         )
 
     def _name_workers(self) -> list[tuple[str, str, str]]:
@@ -150,6 +157,33 @@ class _Planner:
             if not (Path(model) / "config.json").is_file():
                 self._problem("--model", model, "a directory with a checkpoint: config.json is not there")
 
+    def _check_cuts(self, workers: list[ServicePlan]) -> None:
+        """Refuse what ranks would refuse: a model that cannot be cut into so many. Fake engines cut nothing."""
+        for worker in workers:
+            settings: WorkerSettings = worker.settings.value
+            config = _readable_config(settings.model) if settings.engine is EngineKind.RANKS else None
+            try:
+                if config is not None:
+                    config.check_tensor_parallel(settings.tp)
+            except InvalidValueError as error:
+                self._problem(f"{worker.name}: {error.field}", str(error.value), error.rule_text)
+
+    def _check_ports(self, services: list[ServicePlan]) -> None:
+        """Of services that would listen at the same fixed port of this machine only one could start."""
+        listeners: dict[int, list[tuple[str, str]]] = {}
+        for service in services:
+            for port_key, host_key in _LISTENS:
+                port = getattr(service.settings.value, port_key, 0)
+                if port:
+                    host = getattr(service.settings.value, host_key)
+                    listeners.setdefault(port, []).append((f"{service.name} {port_key}", host))
+        for port, ends in listeners.items():
+            clashing = [
+                name for place, (name, host) in enumerate(ends) if _meets(host, ends[:place] + ends[place + 1 :])
+            ]
+            if clashing:
+                self._problem(", ".join(clashing), str(port), "a port for each of them, or 0 for a free one")
+
     def _check_pairs(self, workers: list[ServicePlan]) -> None:
         """Workers that could never be linked are refused before anything starts."""
         pairs = [worker for worker in workers if worker.role in {"prefill", "decode"}]
@@ -175,6 +209,19 @@ class _Planner:
     def _distinct_problems(self) -> list[SettingsProblem]:
         """What is set for everybody is refused by everybody, in slightly different words: say it once."""
         return list({(problem.key, problem.value): problem for problem in reversed(self._problems)}.values())[::-1]
+
+
+def _readable_config(model: Path) -> ModelConfig | None:
+    """None for a checkpoint that cannot be read: that is left to the workers, which check more of it."""
+    try:
+        return load_config(model)
+    except InvalidValueError:
+        return None
+
+
+def _meets(host: str, others: list[tuple[str, str]]) -> bool:
+    """Whether one of the others listens at the same address, or one of the two at all addresses."""
+    return any(host == other or {host, other} & _EVERYWHERE for _, other in others)
 
 
 def _is_token(name: str) -> bool:

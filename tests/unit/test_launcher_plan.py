@@ -71,6 +71,30 @@ def test_workers_that_could_never_be_linked_are_refused(model: str) -> None:
     assert len(_plan(model, ("prefill", ""), ("decode", ""), ("mixed", "block_size=32")).workers) == 3
 
 
+def test_a_model_that_cannot_be_cut_into_so_many_ranks_is_refused(model: str) -> None:
+    """Each worker is named, with the rule that its ranks would name; a fake engine cuts nothing, so any number will do."""
+    workers = (("prefill", "tp=3"), ("decode", "tp=2"), ("mixed", "tp=16"))
+    assert _problems(str(SHIPPED_MODEL), *workers) == [
+        "prefill-0: tp = 3: divides num_attention_heads (8)",
+        "mixed-0: tp = 16: divides num_attention_heads (8)",
+    ]
+    fake = [(role, f"{spec},engine=fake") for role, spec in workers]
+    assert len(_plan(str(SHIPPED_MODEL), *fake).workers) == 3
+    assert len(_plan(model, *workers).workers) == 3, "what is in an unreadable checkpoint is the workers' to tell"
+
+
+def test_a_fixed_port_for_two_services_is_refused(model: str) -> None:
+    """All that would listen there are named, the router's port among them; free ports and other addresses do not clash."""
+    assert _problems(
+        model, ("prefill", "admin_port=9100"), ("decode", "admin_port=9100"), ("mixed", "admin_port=9101")
+    ) == ["prefill-0 admin_port, decode-0 admin_port = 9100: a port for each of them, or 0 for a free one"]
+    everywhere = (("prefill", "admin_port=8000,admin_host=0.0.0.0"), ("decode", "admin_port=0"))
+    (problem,) = _problems(model, *everywhere)
+    assert problem.startswith("router port, prefill-0 admin_port = 8000: ")
+    elsewhere = (("prefill", "admin_port=9100"), ("decode", "admin_port=9100,admin_host=127.0.0.2"))
+    assert len(_plan(model, *elsewhere).workers) == 2
+
+
 def test_workers_are_numbered_by_role(model: str) -> None:
     """A role given twice makes two workers; an id in the SPEC names one, and does not use up a number."""
     plan = _plan(model, ("prefill", "tp=2"), ("decode", "id=big,tp=4"), ("decode", ""), ("prefill", "tp=1"))
