@@ -38,6 +38,12 @@ def check_runs(runs: Sequence[Run], local_length: int, remote_length: int) -> st
     if isinstance(runs, RunBatch) and all(each.is_within(local_length, remote_length) for each in runs.placed):
         return ""
     for index, run in enumerate(runs):
+        if (
+            run.count == 1
+            and 0 <= run.local_offset <= local_length - run.length <= local_length
+            and 0 <= run.remote_offset <= remote_length - run.length
+        ):
+            continue  # as most are; what follows says what is wrong
         if run.length < 0 or run.count < 0:
             return f"run {index}: length {run.length} and count {run.count} must not be negative"
         if run.nbytes == 0:

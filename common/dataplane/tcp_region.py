@@ -20,6 +20,8 @@ from contracts.dataplane import RegionDescriptor
 from contracts.errors import InvalidValueError
 
 STALE: Final = "the grant's generation is no longer the one in its cells"
+_MOST_CHECKS: Final = 64
+"""Checks that are kept: the transfers of all layers of a chunk name the same cells."""
 _CLOSED: Final = "the region has been closed"
 
 
@@ -66,6 +68,7 @@ class TcpRegion:
         self._changed = threading.Condition()
         self._secrets: dict[int, tuple[int, bytes]] = {}
         self._landings: set[Landing] = set()
+        self._checks: dict[tuple[int, ...], CellCheck] = {}
         self._closed = False
 
     @property
@@ -146,9 +149,12 @@ class TcpRegion:
             return known and not self._closed and landing.cells.all_hold(landing.grant.generation)
 
     def _cells_of(self, grant: WriteGrant) -> CellCheck:
-        if refused := check_grant(grant, self.memory.num_cells):
-            raise RefusedError(refused)
-        return CellCheck(self.memory, grant.cells)
+        cells = self._checks.get(grant.cells)
+        if cells is None or not 0 <= grant.lock_cell < self.memory.num_cells:
+            if refused := check_grant(grant, self.memory.num_cells):
+                raise RefusedError(refused)
+            cells = CellCheck(self.memory, grant.cells)
+        return cells
 
     def _stop(self, landings: set[Landing]) -> None:
         for landing in landings:
@@ -162,3 +168,7 @@ class TcpRegion:
             raise RefusedError(STALE)
         if not hmac.compare_digest(secret, grant.secret):
             raise RefusedError("the grant's secret is not the one that it was opened with")
+        if cells.cells is grant.cells:  # prepared just now; kept only for those who were let in
+            if len(self._checks) >= _MOST_CHECKS:
+                self._checks.clear()
+            self._checks[grant.cells] = cells

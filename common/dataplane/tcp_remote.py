@@ -135,8 +135,9 @@ class TcpRemoteRegion:
     def _enter(self, deadline: float) -> bool:
         """Wait for a place among the transfers; False when there is none in time, or this end is closed."""
         with self._changed:
-            timeout_s = max(0.0, deadline - self._now())
-            self._changed.wait_for(lambda: self._closed or self._num_transfers < MAX_TRANSFERS, timeout_s)
+            if self._num_transfers >= MAX_TRANSFERS:
+                timeout_s = max(0.0, deadline - self._now())
+                self._changed.wait_for(lambda: self._closed or self._num_transfers < MAX_TRANSFERS, timeout_s)
             if self._closed or self._num_transfers >= MAX_TRANSFERS:
                 return False
             self._num_transfers += 1
@@ -144,25 +145,29 @@ class TcpRemoteRegion:
 
     def _take(self, deadline: float) -> Channel:
         """An idle connection that the peer has not ended, or a new one. Raises `DataPlaneError`."""
-        channel: Channel | None = None
-        while channel is None:
+        while (idle := self._take_idle()) is not None:
+            if idle.is_open:
+                return idle
             with self._changed:
-                if not self._idle:
-                    break
-                channel = self._idle.pop()
-            if not channel.is_open:
-                channel.close()
-                channel = None
-        if channel is None:
-            if not self.peer_alive:
-                raise DataPlaneError(_DEAD)
-            channel = open_channel(self.descriptor, self._now, deadline)
+                self._busy.discard(idle)
+            idle.close()
+        if not self.peer_alive:
+            raise DataPlaneError(_DEAD)
+        channel = open_channel(self.descriptor, self._now, deadline)
         with self._changed:
             if self._closed:
                 channel.close()
                 raise DataPlaneError(_DEAD)
             self._busy.add(channel)
         return channel
+
+    def _take_idle(self) -> Channel | None:
+        with self._changed:
+            if not self._idle:  # as when this end is closed
+                return None
+            channel = self._idle.pop()
+            self._busy.add(channel)
+            return channel
 
     def _leave(self, channel: Channel | None, *, reusable: bool) -> None:
         with self._changed:

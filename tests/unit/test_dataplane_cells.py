@@ -46,6 +46,7 @@ def test_one_wrong_cell_is_enough(
     assert not check.all_hold(generation - 1)
     memory.cells[data.draw(st.sampled_from(cells))] = generation ^ (1 << data.draw(st.integers(0, 63)))
     assert not check.all_hold(generation)
+    assert not CellCheck(memory, cells).all_hold(-1)
 
 
 def test_a_generation_that_no_cell_can_hold_is_refused(memory: RegionMemory) -> None:
