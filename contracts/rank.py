@@ -23,11 +23,10 @@ MAX_CONNECTING: Final = 8
 
 
 class CollectivesKind(StrEnum):
-    """How the ranks of a worker add up their partial results."""
+    """How the rank processes of a worker add up their partial results."""
 
     SHARED_MEMORY = "shared_memory"
     GLOO = "gloo"
-    THREADS = "threads"
 
 
 class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):

@@ -133,9 +133,9 @@ def run(connection: socket.socket, group: PassedFd | None) -> None:
                 return DistributedCollectives.join(
                     store, command.rank, command.tp, timeout_s=timeout_s, now=clock.monotonic
                 )
-            case _:
-                rule = "one that a process can join: shared_memory or gloo"
-                raise InvalidValueError(field="collectives", value=command.collectives, rule=rule)
+            case CollectivesKind.SHARED_MEMORY:
+                rule = "gloo, for a rank that was not given its group's memory"
+                raise InvalidValueError(field="collectives", value=command.collectives.value, rule=rule)
 
     serve(
         connection,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -16,6 +16,7 @@ from contracts.ids import check_token
 from contracts.rank import CollectivesKind
 from contracts.workers import MAX_REPLICAS
 
+DEFAULT_TRANSPORT_HOST: Final = "127.0.0.1"
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]
 
 
@@ -66,14 +67,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompt_buffer_tokens: Count = 1 << 20
     """Tokens of prompts that may be kept until somebody asks to run them."""
     collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY
-    """How the ranks of a replica add up: over shared memory or gloo; threads are for tests."""
+    """How the ranks of a replica add up: over shared memory, or over gloo."""
     collective_timeout_ms: Count = 30_000
     """How long a rank waits for the others before it counts them as lost."""
     transport: Transport = Transport.SHM
     """How cache bytes move: shared memory of one host, or TCP; alike on both workers of a pair."""
     transport_dir: Path = Path("/tmp/pdmesh")  # noqa: S108 - the folder is made with mode 0700, and holds sockets only
     """Shared memory: folder of the sockets at which peers ask for it."""
-    transport_host: str = "127.0.0.1"
+    transport_host: str = DEFAULT_TRANSPORT_HOST
     """TCP: address at which each rank listens, at a free port."""
     transport_advertise_host: str = ""
     """TCP: where peers are told to come; empty: transport_host. Needed with 0.0.0.0."""
@@ -105,6 +106,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
             problems.append(SettingsProblem(key="dtype", value=self.dtype, rule="float32 or bfloat16"))
         if self.transport is Transport.TCP:
             problems += _tcp_problems(self.transport_host, self.transport_advertise_host)
+        else:
+            problems += _unused_addresses(self)
         if problems:
             raise SettingsError(problems)
 
@@ -112,6 +115,18 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def model_name(self) -> str:
         """The name under which clients know the model."""
         return self.served_model_name or self.model.resolve().name
+
+
+def _unused_addresses(settings: WorkerSettings) -> list[SettingsProblem]:
+    """Addresses for TCP on a worker that does not use it: whoever set them expects peers to come there."""
+    given = {
+        "transport_host": settings.transport_host != DEFAULT_TRANSPORT_HOST,
+        "transport_advertise_host": settings.transport_advertise_host != "",
+    }
+    rule = f"only with transport=tcp; this worker has transport={settings.transport}"
+    return [
+        SettingsProblem(key=key, value=getattr(settings, key), rule=rule) for key, is_given in given.items() if is_given
+    ]
 
 
 def _tcp_problems(host: str, advertised: str) -> list[SettingsProblem]:

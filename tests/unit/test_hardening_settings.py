@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from common.engine.config import load_config
-from common.runtime.settings import load_from_arguments
+from common.runtime.settings import SettingsError, load_from_arguments
 from common.worker.settings import WorkerSettings
 from contracts.errors import InvalidValueError
 from services.broker.settings import BrokerSettings
@@ -35,6 +35,14 @@ def test_a_port_that_there_is_not_is_refused_with_the_settings(port: str) -> Non
     """The worker's own port has the same rule as the others."""
     with pytest.raises(Exception, match=f"admin_port = {port}"):
         load_from_arguments(WorkerSettings, role="decode", argv=[*WORKER, "--set", f"admin_port={port}"])
+
+
+def test_collectives_that_no_process_can_join_are_refused_with_the_settings() -> None:
+    """A group of threads is for tests: a worker's ranks are processes, which would only refuse it after their start."""
+    loaded = load_from_arguments(WorkerSettings, role="decode", argv=[*WORKER, "--set", "collectives=gloo"]).value
+    assert loaded.collectives == "gloo"
+    with pytest.raises(SettingsError, match="collectives = threads: one of shared_memory, gloo"):
+        load_from_arguments(WorkerSettings, role="decode", argv=[*WORKER, "--set", "collectives=threads"])
 
 
 def test_a_configuration_that_is_nested_without_end_is_named(tmp_path: Path) -> None:

@@ -41,10 +41,21 @@ def start(directory: Path, **values: Any) -> StartRank:
     ids=str,
 )
 def test_an_address_that_peers_cannot_come_to_is_refused(values: dict[str, Any], text: str) -> None:
-    """With tcp an empty or a catch-all address is an error by name; with shared memory nobody looks at it."""
+    """With tcp an empty or a catch-all address is an error by name."""
     with pytest.raises(SettingsError, match=text):
         settings(transport=Transport.TCP, **values)
-    assert settings(**values).transport is Transport.SHM
+
+
+def test_an_address_that_nobody_would_look_at_is_refused() -> None:
+    """Shared memory has no addresses: one that is given is an error by name, and says what it needs."""
+    with pytest.raises(SettingsError) as caught:
+        settings(transport_host="0.0.0.0", transport_advertise_host="node-1")
+    rule = "only with transport=tcp; this worker has transport=shm"
+    assert [(problem.key, problem.value, problem.rule) for problem in caught.value.problems] == [
+        ("transport_host", "0.0.0.0", rule),
+        ("transport_advertise_host", "node-1", rule),
+    ]
+    assert settings(transport_host="127.0.0.1", transport_advertise_host="").transport is Transport.SHM
 
 
 def test_every_address_may_be_listened_at_when_peers_are_told_one() -> None:
