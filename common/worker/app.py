@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import sys
 
+import structlog
+
 from common.bus.nats import NatsBus
 from common.bus.service_bus import connect_for_life
 from common.bus.storage import EVENTS_CONFIG
@@ -34,11 +36,18 @@ def run_worker(kind: type[WorkerService], argv: list[str]) -> int:
         return EXIT_SETTINGS
     incarnation = ids.incarnation(secrets.token_bytes(ids.ENTROPY_BYTES))
     log = configure_logging(kind.role, level=settings.log_level, worker_id=settings.worker_id, incarnation=incarnation)
+    warn_of_failpoints(settings, log)
 
     async def main(lifecycle: Lifecycle) -> None:
         await _start(kind, settings, incarnation, lifecycle, log)
 
     return run_service(main, log=log, drain_timeout_s=settings.drain_timeout_s)
+
+
+def warn_of_failpoints(settings: WorkerSettings, log: structlog.typing.FilteringBoundLogger) -> None:
+    """Say which faults this worker plants, if any: whatever goes wrong from here on may be of our own making."""
+    if settings.failpoints.strip():
+        log.warning("failpoints_planted", failpoints=settings.failpoints)
 
 
 async def _start(

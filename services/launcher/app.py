@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, assert_never
 
 from common.bus.port import Bus
@@ -81,8 +81,18 @@ def _plan(arguments: argparse.Namespace) -> MeshPlan:
 
 def _live(plan: MeshPlan, body: Body, console: Console) -> tuple[int, bool]:
     """Live one mesh; return the exit status and whether it was interrupted."""
+    for line in planted_faults(plan):
+        console.say(line)
     mesh = MeshRun(plan, body, clock=SystemClock(), console=console, environ=environment())
     return asyncio.run(mesh.run()), mesh.interrupted
+
+
+def planted_faults(plan: MeshPlan) -> Iterator[str]:
+    """A line for each worker that spoils its own transfers on purpose."""
+    for worker in plan.workers:
+        failpoints = worker.settings.value.failpoints
+        if failpoints.strip():
+            yield f"{worker.name} plants faults on purpose (failpoints): {failpoints}"
 
 
 async def _inspect(arguments: argparse.Namespace, console: Console) -> int:
