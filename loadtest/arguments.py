@@ -21,7 +21,8 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     handoff = commands.add_parser(
-        "handoff", help="what a handoff costs: prefill/decode beside mixed workers, phases, takeover, bytes, push speed"
+        "handoff",
+        help="what a handoff costs: prefill/decode beside mixed workers, phases, handoff gap, bytes, push speed",
     )
     _add_load(handoff, prompt_tokens=(64, 1024), num_requests=20, safety_requests=0, push_repeats=10)
     contract = commands.add_parser(

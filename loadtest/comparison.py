@@ -9,21 +9,21 @@ from contracts.manifest import RankManifest
 from loadtest.client import Sample
 from loadtest.figures import (
     ByteFigures,
+    GapFigures,
     ModeRatio,
     ModeTimes,
-    TakeoverFigures,
     byte_figures,
+    gap_figures,
     mode_ratio,
     mode_times,
-    takeover_figures,
 )
 from loadtest.ideal import ideal_bytes
 from loadtest.phases import Handoff, phase_order
 from loadtest.report import Report, Table, number, p50_p99, percent, times
 from loadtest.statistics import Spread, spread
 
-TAKEOVER_AIM: Final = 0.02
-TAKEOVER_AIM_TOKENS: Final = 1024
+GAP_AIM: Final = 0.02
+GAP_AIM_TOKENS: Final = 1024
 _SHOWN_ERRORS: Final = 5
 
 
@@ -96,23 +96,23 @@ class Comparison:
                     report.fail(f"{kind}, {mode}: the event stream tells of {told} requests; {good} were answered")
         report.put(f"{self._key}phases", figures)
 
-    def report_takeover(self, report: Report) -> None:
-        """The takeovers of the mode under test; the share at long prompts is an aim."""
+    def report_gap(self, report: Report) -> None:
+        """The handoff gaps of the mode under test; the share at long prompts is an aim."""
         mode = self._modes[0]
         rows: list[tuple[str, ...]] = []
-        figures: dict[str, TakeoverFigures] = {}
+        figures: dict[str, GapFigures] = {}
         for kind in self.kinds:
             samples = self.samples_of(kind, mode)
-            found = takeover_figures(self._handoffs[kind, mode], samples)
+            found = gap_figures(self._handoffs[kind, mode], samples)
             if found is None:
-                report.fail(f"{kind}, {mode}: the event stream tells of no takeover")
+                report.fail(f"{kind}, {mode}: the event stream tells of no handoff gap")
                 continue
             figures[kind] = found
             rows.append(
                 (
                     kind,
                     str(found.num_handoffs),
-                    *p50_p99(found.takeover_ms),
+                    *p50_p99(found.gap_ms),
                     number(found.ttft_p50_ms),
                     percent(found.share_p50),
                     percent(found.share_p99),
@@ -121,13 +121,13 @@ class Comparison:
                     "-" if found.overlap is None else percent(found.overlap.p50, 1),
                 )
             )
-            if samples[0].num_prompt_tokens == TAKEOVER_AIM_TOKENS:
-                self._aim_takeover(report, f"{kind}, from the last push", found.share_p50)
-                self._aim_takeover(report, f"{kind}, from the end of compute", found.after_compute_share_p50)
+            if samples[0].num_prompt_tokens == GAP_AIM_TOKENS:
+                self._aim_gap(report, f"{kind}, from the last cache byte", found.share_p50)
+                self._aim_gap(report, f"{kind}, from the end of compute", found.after_compute_share_p50)
         header = (
             "prompt",
             "n",
-            "takeover p50",
+            "gap p50",
             "p99",
             "TTFT p50",
             "share p50",
@@ -137,13 +137,13 @@ class Comparison:
             "share p50",
             "push overlapped",
         )
-        title = f"takeover of {mode} (ms, last sender's DONE to the first decode step; share of the median TTFT)"
+        title = f"handoff gap of {mode} (ms, last cache byte to the first decode step; share of the median TTFT)"
         report.add(Table(title=title, header=header, rows=tuple(rows)))
-        report.put(f"{self._key}takeover", figures)
+        report.put(f"{self._key}handoff_gap", figures)
 
-    def _aim_takeover(self, report: Report, what: str, share: float | None) -> None:
-        shown = f"{percent(share)} of the median time to first token (aim: at most {TAKEOVER_AIM:.0%})"
-        report.aim(f"{self._key}takeover, {what}", shown, met=share is not None and share <= TAKEOVER_AIM)
+    def _aim_gap(self, report: Report, what: str, share: float | None) -> None:
+        shown = f"{percent(share)} of the median time to first token (aim: at most {GAP_AIM:.0%})"
+        report.aim(f"{self._key}handoff gap, {what}", shown, met=share is not None and share <= GAP_AIM)
 
     def report_bytes(self, report: Report, destination: Sequence[RankManifest]) -> None:
         """Bytes moved beside the least possible, which is an aim."""

@@ -1,4 +1,4 @@
-"""Samples and handoffs of one kind, summed up: times, ratios between modes, takeovers, bytes. Pure."""
+"""Samples and handoffs of one kind, summed up: times, ratios between modes, gaps, bytes. Pure."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class ModeRatio(msgspec.Struct, frozen=True, kw_only=True):
     num_equal: int
 
 
-class TakeoverFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Takeovers of one kind of request: from the last push's end to the first decode step, and as a share of the median TTFT.
+class GapFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Handoff gaps of one kind of request: from the last push's end to the first decode step, and as a share of the median TTFT.
 
     `after_compute_ms` counts from the end of the prompt's compute where that is later.
     """
 
     num_handoffs: int
-    takeover_ms: Spread
+    gap_ms: Spread
     ttft_p50_ms: float
     share_p50: float | None
     share_p99: float | None
@@ -108,20 +108,20 @@ def mode_ratio(mode: str, over: str, samples: Sequence[Sample]) -> ModeRatio:
     )
 
 
-def takeover_figures(handoffs: Sequence[Handoff], samples: Sequence[Sample]) -> TakeoverFigures | None:
-    """Sum up the takeovers of one kind of request; None when there are none."""
-    takeovers = spread([each.takeover_ms for each in handoffs if each.takeover_ms is not None])
+def gap_figures(handoffs: Sequence[Handoff], samples: Sequence[Sample]) -> GapFigures | None:
+    """Sum up the gaps of one kind of request; None when there are none."""
+    gaps = spread([each.gap_ms for each in handoffs if each.gap_ms is not None])
     ttfts = [sample.ttft_ms for sample in samples if not sample.error]
-    if takeovers is None or not ttfts:
+    if gaps is None or not ttfts:
         return None
     ttft = median(ttfts)
     after = spread([each.after_compute_ms for each in handoffs if each.after_compute_ms is not None])
-    return TakeoverFigures(
-        num_handoffs=takeovers.count,
-        takeover_ms=takeovers,
+    return GapFigures(
+        num_handoffs=gaps.count,
+        gap_ms=gaps,
         ttft_p50_ms=ttft,
-        share_p50=ratio(takeovers.p50, ttft),
-        share_p99=ratio(takeovers.p99, ttft),
+        share_p50=ratio(gaps.p50, ttft),
+        share_p99=ratio(gaps.p99, ttft),
         after_compute_ms=after,
         after_compute_share_p50=None if after is None else ratio(after.p50, ttft),
         overlap=spread([each.overlap for each in handoffs if each.overlap is not None]),

@@ -44,13 +44,13 @@ async def running(specs: Sequence[MeshSpec], clock: Clock, say: Say) -> AsyncIte
 
 
 async def run_handoff(settings: LoadSettings, report: Report, clock: Clock, say: Say) -> None:
-    """Measure, and fill the report: times, ratios and answers; phases; takeover; bytes; push throughput."""
+    """Measure, and fill the report: times, ratios and answers; phases; handoff gap; bytes; push throughput."""
     async with running(settings.meshes, clock, say) as meshes:
         comparison = await _load(settings, meshes, clock, say)
         manifests = await decode_manifests(meshes[0], say)
     comparison.report_times(report)
     comparison.report_phases(report)
-    comparison.report_takeover(report)
+    comparison.report_gap(report)
     comparison.report_bytes(report, manifests)
     if settings.push_repeats:
         report_push(report, measure_pushes(settings, clock, say))
@@ -62,7 +62,7 @@ async def run_contract(settings: LoadSettings, report: Report, clock: Clock, say
         comparison = await _load(settings, meshes, clock, say)
     comparison.report_times(report)
     comparison.report_phases(report)
-    comparison.report_takeover(report)
+    comparison.report_gap(report)
 
 
 async def _load(settings: LoadSettings, meshes: Sequence[Mesh], clock: Clock, say: Say) -> Comparison:

@@ -1,4 +1,4 @@
-"""What one handoff's events say of its phases, its bytes and its takeover. Pure."""
+"""What one handoff's events say of its phases, its bytes and its gap. Pure."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ PHASES: Final = (
     "commit: rpc",
     "takeover: prepare",
     "takeover: enqueue",
-    "takeover: commit to step",
-    "takeover",
-    "takeover: after compute",
+    "takeover: total",
+    "handoff gap",
+    "handoff gap: after compute",
 )
 """Phases in the order in which they end. Pushes, one a source rank, stand before the close of the ledger."""
 
@@ -50,7 +50,7 @@ class PushTime(msgspec.Struct, frozen=True, kw_only=True):
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     """One handoff, or one request of a mixed worker. `phases` are in ms; what the events do not tell is not in it.
 
-    `takeover_ms`, also the phase of that name, runs from the last push's end to the start of the first decode step;
+    `gap_ms`, the phase `handoff gap`, runs from the last push's end to the start of the first decode step;
     `after_compute_ms` begins when the prompt's compute has ended as well, since the last push ends before the last token
     is drawn.
     `overlap` is the share of the push time that lay before the last layer was computed.
@@ -63,7 +63,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, float]
     num_bytes: int = 0
     num_parts: int = 0
-    takeover_ms: float | None = None
+    gap_ms: float | None = None
     after_compute_ms: float | None = None
     overlap: float | None = None
     pushes: tuple[PushTime, ...] = ()
@@ -139,14 +139,14 @@ def _read(events: Sequence[HandoffEvent]) -> Handoff | None:
     if (takeover := by_name.get(EventName.TAKEN_OVER)) is not None:
         note("takeover: prepare", takeover.prepare_ms)
         note("takeover: enqueue", takeover.enqueue_ms)
-        note("takeover: commit to step", takeover.total_ms)
+        note("takeover: total", takeover.total_ms)
     timeline = build(events)
-    note("takeover", timeline.takeover_ms)
+    note("handoff gap", timeline.gap_ms)
     after_compute_ms = None
-    if timeline.takeover_ms is not None and last_push_ns is not None:
+    if timeline.gap_ms is not None and last_push_ns is not None:
         late_ns = 0 if computed_ns is None else max(0, computed_ns - last_push_ns)
-        after_compute_ms = timeline.takeover_ms - late_ns / 1e6
-    note("takeover: after compute", after_compute_ms)
+        after_compute_ms = timeline.gap_ms - late_ns / 1e6
+    note("handoff gap: after compute", after_compute_ms)
     return Handoff(
         handoff_id=submitted.handoff_id,
         submitted_ns=submitted.at_ns,
@@ -155,7 +155,7 @@ def _read(events: Sequence[HandoffEvent]) -> Handoff | None:
         phases=phases,
         num_bytes=timeline.num_bytes,
         num_parts=timeline.num_parts,
-        takeover_ms=timeline.takeover_ms,
+        gap_ms=timeline.gap_ms,
         after_compute_ms=after_compute_ms,
         overlap=timeline.overlap,
         pushes=() if computed_ns is None else tuple(_push_times(events, pushes, computed_ns)),

@@ -32,6 +32,6 @@ def test_the_demo_answers_explains_itself_and_leaves_nothing(traces: Traces, com
         assert moved is not None
         assert all(int(number.replace(",", "")) > 0 for number in moved.groups())
         assert re.search(r"overlap +[0-9]+% of the push time", table)
-        assert re.search(r"takeover +[0-9.]+ ms", table)
+        assert re.search(r"handoff gap +[0-9.]+ ms", table)
         assert re.search(r"total +[0-9.]+ ms", table)
     assert traces.left() == []

@@ -48,8 +48,8 @@ def test_the_contract_runs_through_real_meshes_and_compares_their_answers(model:
     (one_at_a_time,), (two_at_once,) = (figures["ratios"][kind] for kind in ("8 tokens", "8 tokens, two at once"))
     assert (one_at_a_time["num_equal"], one_at_a_time["num_compared"]) == (4, 4)
     assert (two_at_once["num_equal"], two_at_once["num_compared"]) == (3, 3)
-    assert figures["takeover"]["8 tokens"]["num_handoffs"] == 4
-    assert {"reserve: rpc", "compute", "ledger close", "takeover"} <= set(figures["phases"]["8 tokens"]["P/D"])
+    assert figures["handoff_gap"]["8 tokens"]["num_handoffs"] == 4
+    assert {"reserve: rpc", "compute", "ledger close", "handoff gap"} <= set(figures["phases"]["8 tokens"]["P/D"])
     assert "times as the client sees them" in done.stdout
 
 

@@ -65,7 +65,7 @@ def test_a_request_can_be_looked_up_afterwards(pair: Probe, commands: Commands) 
     assert by_handoff.returncode == by_request.returncode == 0, by_handoff.stderr + by_request.stderr
     for shown in (by_handoff.stdout, by_request.stdout):
         assert shown.startswith(f"handoff {handoff}: prefill-0 -> decode-0, finished (")
-        assert re.search(r"takeover +[0-9.]+ ms", shown)
+        assert re.search(r"handoff gap +[0-9.]+ ms", shown)
 
 
 def test_a_killed_launcher_takes_its_mesh_with_it(traces: Traces, commands: Commands) -> None:

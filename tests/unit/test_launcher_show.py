@@ -68,7 +68,7 @@ async def test_a_request_is_shown_attempt_by_attempt(bus: MemoryBus) -> None:
     assert await show_timeline(bus, "rab", screen.console) == 0
     headings = [line for line in screen.out.getvalue().splitlines() if line.startswith("handoff")]
     assert [line.split()[1] for line in headings] == ["rab-0:", "rab-2:"]
-    assert "total     5.0 ms" in screen.out.getvalue()
+    assert "total       5.0 ms" in screen.out.getvalue()
 
 
 async def test_a_handoff_is_shown_alone(bus: MemoryBus) -> None:

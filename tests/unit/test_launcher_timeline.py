@@ -76,10 +76,10 @@ def _story() -> list[HandoffEvent]:
 
 
 def test_figures_come_from_the_events() -> None:
-    """Overlap clips each push at the end of compute; takeover ends at the first decode step."""
+    """Overlap clips each push at the end of compute; the handoff gap ends at the first decode step."""
     timeline = build(_story())
     assert timeline.overlap == pytest.approx((4 + 4) / 12)
-    assert timeline.takeover_ms == pytest.approx(3.5)
+    assert timeline.gap_ms == pytest.approx(3.5)
     assert timeline.total_ms == pytest.approx(50)
     assert (timeline.num_bytes, timeline.num_parts) == (2000, 2)
     assert (timeline.route, timeline.outcome) == ("prefill-0 -> decode-0", "finished (stop)")
@@ -98,8 +98,8 @@ def test_pushes_fold_into_one_row_a_rank() -> None:
     """Parts of a rank are one row with their sum, and the rank's own summary is not shown a second time."""
     rows = {row.name: row for row in build(_story()).rows}
     assert (rows["push, rank 1"].at_ms, rows["push, rank 1"].duration_ms) == (16, 8)
-    assert rows["push, rank 1"].detail == "ssm 1,000"
-    assert (rows["compute, rank 0"].at_ms, rows["compute, rank 0"].detail) == (5, "2 layers")
+    assert rows["push, rank 1"].detail == "busy 8.0 ms of it: ssm 1,000"
+    assert (rows["compute"].at_ms, rows["compute"].detail) == (5, "2 layers on 1 rank")
     assert "rank pushed" not in rows
 
 
@@ -107,7 +107,7 @@ def test_rank_summaries_count_where_parts_are_missing() -> None:
     """Without events of single parts the summaries of the ranks give bytes and parts."""
     events = [event for event in _story() if event.event is not EventName.PART_PUSHED]
     timeline = build(events)
-    assert (timeline.num_bytes, timeline.num_parts, timeline.overlap, timeline.takeover_ms) == (1000, 1, None, None)
+    assert (timeline.num_bytes, timeline.num_parts, timeline.overlap, timeline.gap_ms) == (1000, 1, None, None)
     assert "rank pushed" in {row.name for row in timeline.rows}
 
 
@@ -133,7 +133,7 @@ def test_processes_on_two_hosts_are_joined_by_the_wall_clock() -> None:
         msgspec.structs.replace(event, at_ns=event.at_ns - 10**11) if event.service == "broker" else event
         for event in _story()
     ]
-    assert build(moved).takeover_ms == pytest.approx(5, abs=0.01)
+    assert build(moved).gap_ms == pytest.approx(5, abs=0.01)
 
 
 def test_an_unfinished_request_says_so() -> None:
@@ -177,7 +177,7 @@ def test_the_table_shows_phases_in_order_and_the_figures() -> None:
     phases = [
         "request submitted",
         "decode reserved",
-        "compute, rank 0",
+        "compute",
         "push, rank 0",
         "prefill finished",
         "taken over",
@@ -218,8 +218,8 @@ def test_phases_come_from_the_broker_in_their_order() -> None:
     )
     lines = render(timeline).splitlines()
     assert f"  trace {'a' * 32}" in lines
-    assert "    reserve_prepare   0.50" in lines
-    assert "    push, rank 1      4.00" in lines
+    assert "    reserve_prepare         0.50" in lines
+    assert "    push (busy), rank 1     4.00" in lines
     assert lines[-3:] == ["  3 parts of the cache had not arrived:", f"    {missing[0]}", "    and 2 more"]
 
 
@@ -229,3 +229,66 @@ def test_a_timeline_without_measured_phases_shows_none() -> None:
     assert (build(events).phases, build(events).trace_id) == ((), "")
     assert "phases" not in render(build(events))
     assert "trace" not in render(build(events))
+
+
+_BEGINS: list[tuple[EventName, dict[str, Any], float, float | None]] = [
+    (EventName.REQUEST_SUBMITTED, {}, 90, None),
+    (EventName.DECODE_RESERVED, {"prepare_ms": 1.0, "rpc_ms": 4.0}, 86, 4),
+    (EventName.RESERVE_REFUSED, {}, 90, None),
+    (EventName.PREFILL_ACCEPTED, {"rpc_ms": 3.0}, 87, 3),
+    (EventName.PREFILL_STARTED, {"prepare_ms": 5.0}, 90, None),
+    (EventName.LAYER_COMPUTED, {"duration_ms": 6.0, "layer": 0}, 84, 6),
+    (EventName.PART_PUSHED, {"duration_ms": 7.0, "role": "key"}, 83, 7),
+    (EventName.RANK_PUSHED, {"duration_ms": 7.0}, 90, None),
+    (EventName.PREFILL_FINISHED, {"prepare_ms": 2.0, "duration_ms": 20.0, "total_ms": 22.0}, 70, 20),
+    (EventName.LEDGER_CLOSED, {"duration_ms": 30.0}, 60, 30),
+    (EventName.HANDOFF_COMMITTED, {"rpc_ms": 2.5}, 87.5, 2.5),
+    (EventName.TAKEN_OVER, {"started_ns": 10**12 + 88 * _MS, "prepare_ms": 1.0, "total_ms": 6.0}, 82, 6),
+    (EventName.PREFILL_RELEASED, {"rpc_ms": 8.0, "response_rpc_ms": 9.0}, 82, 8),
+    (EventName.DECODE_RELEASED, {}, 90, None),
+    (EventName.REQUEST_FINISHED, {"total_ms": 90.0}, 90, None),
+    (EventName.REQUEST_CANCELLED, {"total_ms": 90.0}, 90, None),
+    (EventName.REQUEST_FAILED, {"total_ms": 90.0}, 90, None),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "began_ms", "shown_ms"), _BEGINS, ids=str)
+def test_a_row_begins_before_its_end_by_what_it_shows(
+    name: EventName, fields: dict[str, Any], began_ms: float, shown_ms: float | None
+) -> None:
+    """Whatever field the shown time comes from, the row began that much before the event; a moment shows no time."""
+    anchor = _event(EventName.RESERVE_REFUSED, 0, "broker", instance="anchor")
+    rows = build([anchor, _event(name, 90, "broker", **fields)]).rows
+    (row,) = (row for row in rows if row.who != "anchor")
+    assert row.at_ms == pytest.approx(began_ms)
+    assert row.duration_ms == shown_ms
+
+
+def test_every_event_name_has_its_begin_tested() -> None:
+    """A new event cannot be forgotten in the table above."""
+    assert {row[0] for row in _BEGINS} == set(EventName)
+
+
+def test_compute_began_when_prefill_said_so() -> None:
+    """The broker hears of a finished prefill later than it was: the row does not move with the report."""
+    events = [
+        _event(EventName.REQUEST_SUBMITTED, 0, "broker"),
+        _event(EventName.PREFILL_STARTED, 10, "prefill"),
+        _event(EventName.PREFILL_FINISHED, 90, "broker", duration_ms=20.0),
+    ]
+    rows = {row.name: row for row in build(events).rows}
+    assert (rows["prefill finished"].at_ms, rows["prefill finished"].duration_ms) == (10, 20)
+
+
+def test_the_words_of_the_table_mean_one_thing_each() -> None:
+    """The handoff gap and the takeover have a name each, busy time is told from a span, and the total stands there once."""
+    events = [event for event in _story() if event.event not in {EventName.TAKEN_OVER, EventName.REQUEST_FINISHED}]
+    taken = _event(EventName.TAKEN_OVER, 29, "broker", started_ns=10**12 + round(27.5 * _MS), total_ms=0.5)
+    pushed = _event(EventName.RANK_PUSHED, 25, "broker", source_rank=0, duration_ms=2.0)
+    text = render(build([*events, pushed, taken, _event(EventName.REQUEST_FINISHED, 50, "broker", total_ms=50.0)]))
+    assert "handoff gap 3.5 ms from the last cache byte to the first decode step" in text
+    assert "commit to first decode step 0.5 ms" in text
+    assert "takeover_total (commit to first decode step)" in text
+    assert "push (busy), rank 0" in text
+    totals = [line for line in text.splitlines() if line.split()[0] == "total"]
+    assert [line.split() for line in totals] == [["total", "(submit", "to", "end)", "50.00"]]

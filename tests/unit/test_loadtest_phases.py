@@ -1,4 +1,4 @@
-"""Phases, bytes and takeovers of handoffs, from made-up events; and the least that a handoff can move."""
+"""Phases, bytes and gaps of handoffs, from made-up events; and the least that a handoff can move."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _sample(sent_ms: float, done_ms: float, length: int = 64) -> Sample:
 
 
 def test_phases_are_read_from_a_handoffs_events() -> None:
-    """Every phase has its milliseconds; the takeover runs from the last push to the first decode step."""
+    """Every phase has its milliseconds; the handoff gap runs from the last push to the first decode step."""
     (found,) = read_handoffs(_handoff())
     assert found.phases == {
         "reserve: prepare": 1.0,
@@ -102,15 +102,15 @@ def test_phases_are_read_from_a_handoffs_events() -> None:
         "commit: rpc": 1.5,
         "takeover: prepare": 0.1,
         "takeover: enqueue": 0.2,
-        "takeover: commit to step": 0.3,
-        "takeover": 6.0,
-        "takeover: after compute": 4.0,
+        "takeover: total": 0.3,
+        "handoff gap": 6.0,
+        "handoff gap: after compute": 4.0,
     }
-    assert (found.takeover_ms, found.after_compute_ms, found.num_bytes, found.num_parts) == (6.0, 4.0, 150, 2)
+    assert (found.gap_ms, found.after_compute_ms, found.num_bytes, found.num_parts) == (6.0, 4.0, 150, 2)
     assert found.finished
 
 
-def test_a_mixed_request_has_no_takeover() -> None:
+def test_a_mixed_request_has_no_gap() -> None:
     """Without pushes there is none, and the compute is what lies between its start and its end."""
     events = [
         _event(EventName.REQUEST_SUBMITTED, 10, num_tokens=64),
@@ -119,7 +119,7 @@ def test_a_mixed_request_has_no_takeover() -> None:
     ]
     (found,) = read_handoffs(events)
     assert found.phases == {"compute": 7.0}
-    assert (found.takeover_ms, found.num_bytes, found.finished) == (None, 0, False)
+    assert (found.gap_ms, found.num_bytes, found.finished) == (None, 0, False)
 
 
 def test_events_without_a_submission_are_nobodys() -> None:
@@ -146,8 +146,8 @@ def test_admission_is_told_only_where_one_request_can_be_meant() -> None:
 
 def test_phases_stand_in_the_order_in_which_they_end() -> None:
     """Pushes come by rank, before the ledger closes; what was not seen is left out."""
-    seen = ["takeover", "push, rank 1", "ledger close", "push, rank 0", "compute"]
-    assert phase_order(seen) == ["compute", "push, rank 0", "push, rank 1", "ledger close", "takeover"]
+    seen = ["handoff gap", "push, rank 1", "ledger close", "push, rank 0", "compute"]
+    assert phase_order(seen) == ["compute", "push, rank 0", "push, rank 1", "ledger close", "handoff gap"]
 
 
 @pytest.mark.parametrize(("source_tp", "destination_tp"), [(2, 1), (1, 2), (4, 2), (2, 4)])

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from contracts.events import HandoffEvent
+from contracts.phases import Phase
 from services.launcher.core.timeline import Timeline
 
 _HEAD = ("began at ms", "ms", "bytes", "parts", "phase", "where", "")
 _NUM_RIGHT = 4
+_MEANINGS = {
+    Phase.PUSH: " (busy)",
+    Phase.TAKEOVER_TOTAL: " (commit to first decode step)",
+    Phase.TOTAL: " (submit to end)",
+}
 
 
 def render(timeline: Timeline) -> str:
@@ -28,7 +34,7 @@ def render(timeline: Timeline) -> str:
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         lines.append(("  " + "  ".join(padded)).rstrip())
-    lines += [f"  {name:<9} {value}" for name, value in _figures(timeline)]
+    lines += [f"  {name:<11} {value}" for name, value in _figures(timeline)]
     lines += _phase_lines(timeline)
     if timeline.num_missing_parts:
         lines.append(f"  {timeline.num_missing_parts} parts of the cache had not arrived:")
@@ -63,7 +69,8 @@ def _phase_lines(timeline: Timeline) -> list[str]:
     if not timeline.phases:
         return []
     named = [
-        (phase if rank is None else f"{phase}, rank {rank}", f"{value:,.2f}") for phase, rank, value in timeline.phases
+        (phase + _MEANINGS.get(phase, "") + ("" if rank is None else f", rank {rank}"), f"{value:,.2f}")
+        for phase, rank, value in timeline.phases
     ]
     left, right = (max(len(words[column]) for words in named) for column in (0, 1))
     return ["  phases in ms", *(f"    {name:<{left}}  {value:>{right}}" for name, value in named)]
@@ -73,9 +80,9 @@ def _figures(timeline: Timeline) -> Sequence[tuple[str, str]]:
     figures = [("moved", f"{timeline.num_bytes:,} bytes in {timeline.num_parts:,} parts")]
     if timeline.overlap is not None:
         figures.append(("overlap", f"{timeline.overlap:.0%} of the push time lay before prefill's compute ended"))
-    if timeline.takeover_ms is not None:
-        figures.append(("takeover", f"{timeline.takeover_ms:.1f} ms from the last cache byte to the first decode step"))
-    if timeline.total_ms is not None:
+    if timeline.gap_ms is not None:
+        figures.append(("handoff gap", f"{timeline.gap_ms:.1f} ms from the last cache byte to the first decode step"))
+    if timeline.total_ms is not None and not any(phase is Phase.TOTAL for phase, _, _ in timeline.phases):
         figures.append(("total", f"{timeline.total_ms:.1f} ms"))
     return figures
 

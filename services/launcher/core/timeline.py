@@ -15,13 +15,20 @@ from contracts.phases import Phase, phases_of
 _FOLDED: Final = frozenset({EventName.LAYER_COMPUTED, EventName.PART_PUSHED})
 _ENDS: Final = (EventName.REQUEST_FINISHED, EventName.REQUEST_CANCELLED, EventName.REQUEST_FAILED)
 _ORDER: Final = {name: place for place, name in enumerate(EventName)}
+_NO_SPAN: Final = frozenset({EventName.RANK_PUSHED, *_ENDS})
+"""What is told at one moment: a rank's busy time has gaps, and the whole request is no phase."""
 _SAME_CLOCK_NS: Final = 1_000_000_000
 _MS: Final = 1_000_000
+_PREPARE: Final = {EventName.PREFILL_STARTED: "queue", EventName.PREFILL_FINISHED: "queue"}
+_TOTAL: Final = {EventName.PREFILL_FINISHED: "queue and compute", EventName.TAKEN_OVER: "commit to first decode step"}
 BROKER: Final = "broker"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase. `at_ms` counts from the first event; a row that sums up many events begins with the earliest of them."""
+    """One phase. It began `at_ms` after the timeline's begin and ended `duration_ms` later; a moment has no duration.
+
+    A row that sums up many events goes from the begin of the earliest of them to the end of the last.
+    """
 
     at_ms: float
     name: str
@@ -36,8 +43,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """One handoff. What cannot be known from the events that are there is None.
 
     `overlap` is the share of the time spent on pushing parts that lay before the last layer was computed.
-    `takeover_ms` runs from the end of the last push to the decode worker's first step.
-    `total_ms` runs from the first event to the end of the request. `phases` are those that the broker measured, in the order
+    `gap_ms`, the handoff gap, runs from the end of the last push to the decode worker's first step.
+    `total_ms` runs from the first begin of anything to the end of the request. `phases` are those that the broker measured, in the order
     of `contracts.phases`, with the source rank of a push. `missing_parts` are named as far as the event names them.
     """
 
@@ -50,7 +57,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     num_parts: int
     overlap: float | None
-    takeover_ms: float | None
+    gap_ms: float | None
     total_ms: float | None
     phases: tuple[tuple[Phase, int | None, float], ...] = ()
     missing_parts: tuple[str, ...] = ()
@@ -94,21 +101,18 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
     ordered = sorted(times, key=lambda event: (times[event], _ORDER[event.event]))
     pushes = [event for event in ordered if event.event is EventName.PART_PUSHED]
     layers = [event for event in ordered if event.event is EventName.LAYER_COMPUTED]
-    starts = {event: times[event] - _length_ns(event) for event in pushes + layers}
-    origin = min(*times.values(), *starts.values()) if starts else min(times.values())
+    starts = _starts(times)
+    origin = min(starts.values())
     pushed_ranks = {event.source_rank for event in pushes}
     rows = [
-        _row(event, (times[event] - origin) / _MS)
+        _row(event, (starts[event] - origin) / _MS)
         for event in ordered
         if event.event not in _FOLDED
         and not (event.event is EventName.RANK_PUSHED and event.source_rank in pushed_ranks)
     ]
-    # A layer's event tells when its last chunk was computed; the compute of a prompt begins with its first.
-    begun = [times[event] for event in ordered if event.event is EventName.PREFILL_STARTED]
-    rows += _folded(
-        "compute", layers, {event: min(starts[event], *begun) for event in layers} if begun else starts, times, origin
-    )
-    rows += _folded("push", pushes, starts, times, origin)
+    if layers:
+        rows.append(_computed(layers, starts, times, origin))
+    rows += _pushed(pushes, starts, times, origin)
     ends = [event for event in ordered if event.event in _ENDS]
     carried = pushes or [event for event in ordered if event.event is EventName.RANK_PUSHED]
     return Timeline(
@@ -121,7 +125,7 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
         num_bytes=sum(event.num_bytes or 0 for event in carried),
         num_parts=sum(1 if event.num_parts is None else event.num_parts for event in carried),
         overlap=_overlap(pushes, times, _compute_end(ordered, times)),
-        takeover_ms=_takeover(ordered, pushes, times),
+        gap_ms=_gap(ordered, pushes, times),
         total_ms=(times[ends[-1]] - origin) / _MS if ends else None,
         phases=_phases(ordered),
         missing_parts=ends[-1].missing_parts if ends else (),
@@ -141,7 +145,7 @@ def _phases(events: Sequence[HandoffEvent]) -> tuple[tuple[Phase, int | None, fl
 
 
 def _times(events: list[HandoffEvent]) -> dict[HandoffEvent, int]:
-    """Each event's moment in ns on one scale: the host's clock, or the wall's where processes do not share a host."""
+    """When what each event tells of had ended, in ns on one scale: the host's clock, or the wall's where processes do not share a host."""
     offsets: dict[tuple[str, str], int] = {}
     for event in events:
         offsets.setdefault((event.service, event.instance), _wall_ns(event) - event.at_ns)
@@ -151,10 +155,26 @@ def _times(events: list[HandoffEvent]) -> dict[HandoffEvent, int]:
 
 
 def _moment_ns(event: HandoffEvent) -> int:
-    """When it began: of a takeover the first decode step, of which the broker tells a little later; of a call its sending."""
+    """When it had ended: of a takeover the begin of the first decode step, of which the broker tells a little later."""
     if event.event is EventName.TAKEN_OVER and event.started_ns is not None:
         return event.started_ns
-    return event.at_ns - round((event.rpc_ms or 0.0) * _MS)
+    return event.at_ns
+
+
+def _starts(times: dict[HandoffEvent, int]) -> dict[HandoffEvent, int]:
+    """When each thing began that took the time which its row shows; of a moment, the moment.
+
+    The compute of a prompt began when its worker said so: a layer's event tells of its last chunk alone, and the end of a
+    prefill is told later than it was.
+    """
+    begun = [time for event, time in times.items() if event.event is EventName.PREFILL_STARTED]
+    starts = {event: time - _length_ns(event) for event, time in times.items()}
+    for event, start in starts.items():
+        if begun and event.event is EventName.PREFILL_FINISHED:
+            starts[event] = min(begun)
+        elif event.event is EventName.LAYER_COMPUTED:
+            starts[event] = min(start, *begun) if begun else start
+    return starts
 
 
 def _wall_ns(event: HandoffEvent) -> int:
@@ -170,11 +190,15 @@ def _busy_ns(event: HandoffEvent) -> int:
 
 def _length_ns(event: HandoffEvent) -> int:
     """From its first start to its end. An event that tells neither is a moment."""
-    return _busy_ns(event) if event.started_ns is None else event.at_ns - event.started_ns
+    if event.event in _FOLDED:
+        return _busy_ns(event) if event.started_ns is None else event.at_ns - event.started_ns
+    return round((_shown_ms(event) or 0.0) * _MS)
 
 
 def _shown_ms(event: HandoffEvent) -> float | None:
-    """The one duration that stands for the phase."""
+    """The one duration that stands for the phase: what ended when the event's thing had ended."""
+    if event.event in _NO_SPAN:
+        return None
     return next((ms for ms in (event.duration_ms, event.rpc_ms, event.total_ms) if ms is not None), None)
 
 
@@ -192,10 +216,11 @@ def _row(event: HandoffEvent, at_ms: float) -> Row:
 
 def _detail(event: HandoffEvent) -> str:
     spans = (
-        ("prepare", event.prepare_ms),
+        (_PREPARE.get(event.event, "prepare"), event.prepare_ms),
         ("rpc", event.rpc_ms),
         ("enqueue", event.enqueue_ms),
-        ("all", event.total_ms),
+        (_TOTAL.get(event.event, "since the submit"), event.total_ms),
+        ("busy", event.duration_ms if event.event is EventName.RANK_PUSHED else None),
     )
     words = [f"{name} {value:.1f} ms" for name, value in spans if value is not None]
     if event.source_rank is not None:
@@ -211,31 +236,41 @@ def _detail(event: HandoffEvent) -> str:
     return ", ".join(words)
 
 
-def _folded(
-    verb: str,
-    events: Sequence[HandoffEvent],
-    starts: dict[HandoffEvent, int],
-    times: dict[HandoffEvent, int],
-    origin: int,
+def _computed(
+    layers: Sequence[HandoffEvent], starts: dict[HandoffEvent, int], times: dict[HandoffEvent, int], origin: int
+) -> Row:
+    """One row for all ranks: they compute in lockstep, and a step ends for all of them at once."""
+    first, last = min(starts[event] for event in layers), max(times[event] for event in layers)
+    ranks = len({event.source_rank for event in layers})
+    return Row(
+        at_ms=(first - origin) / _MS,
+        name="compute",
+        who=layers[0].instance or layers[0].service,
+        duration_ms=(last - first) / _MS,
+        detail=f"{len({event.layer for event in layers})} layers on {ranks} rank{'s' if ranks > 1 else ''}",
+    )
+
+
+def _pushed(
+    pushes: Sequence[HandoffEvent], starts: dict[HandoffEvent, int], times: dict[HandoffEvent, int], origin: int
 ) -> list[Row]:
-    """One row for each source rank: from the first start to the last end, with what each cache role carried."""
+    """One row for each source rank: from the first start to the last end, how much of it was busy, what each role carried."""
     ranks: dict[int, list[HandoffEvent]] = defaultdict(list)
-    for event in events:
+    for event in pushes:
         ranks[-1 if event.source_rank is None else event.source_rank].append(event)
     rows = []
     for rank, own in sorted(ranks.items()):
-        first = min(starts[event] for event in own)
-        last = max(times[event] for event in own)
-        is_push = verb == "push"
+        first, last = min(starts[event] for event in own), max(times[event] for event in own)
+        busy_ms = sum(_busy_ns(event) for event in own) / _MS
         rows.append(
             Row(
                 at_ms=(first - origin) / _MS,
-                name=verb if rank < 0 else f"{verb}, rank {rank}",
+                name="push" if rank < 0 else f"push, rank {rank}",
                 who=own[0].instance or own[0].service,
                 duration_ms=(last - first) / _MS,
-                num_bytes=sum(event.num_bytes or 0 for event in own) if is_push else None,
-                num_parts=sum(1 if event.num_parts is None else event.num_parts for event in own) if is_push else None,
-                detail=_roles(own) if is_push else f"{len({event.layer for event in own})} layers",
+                num_bytes=sum(event.num_bytes or 0 for event in own),
+                num_parts=sum(1 if event.num_parts is None else event.num_parts for event in own),
+                detail=f"busy {busy_ms:.1f} ms of it: {_roles(own)}",
             )
         )
     return rows
@@ -285,7 +320,7 @@ def _last_copy_ns(event: HandoffEvent) -> int:
     return _busy_ns(event) if event.last_started_ns is None else event.at_ns - event.last_started_ns
 
 
-def _takeover(
+def _gap(
     events: Sequence[HandoffEvent], pushes: Sequence[HandoffEvent], times: dict[HandoffEvent, int]
 ) -> float | None:
     told = [times[event] for event in events if event.event is EventName.TAKEN_OVER]
