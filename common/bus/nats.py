@@ -13,6 +13,7 @@ from common.bus.nats_events import EventPump
 from common.bus.nats_reader import Reader, ReaderBroken
 from common.bus.nats_requests import CONNECTION_ERRORS, send
 from common.bus.nats_storage import JetStream, NotStored, bucket_stream, event_stream
+from common.bus.nats_url import servers_of
 from common.bus.observer import BusObserver, NoObserver, RequestKind
 from common.bus.port import (
     DEFAULT_TIMEOUT,
@@ -65,12 +66,14 @@ class NatsBus:
         """Connect to one of the servers of `url` (comma-separated) and return ready for use.
 
         `name` is what the server's tools show. `on_closed` hears why the connection has ended for good, which should
-        end the process. `observer` counts. Raises BusUnavailable if no server answers in time, ServerTooOld, StorageRefused.
+        end the process. `observer` counts. Raises BusUnavailable if no server answers in time, ServerTooOld,
+        StorageRefused, and SettingsError for what is no URL.
         """
+        servers = servers_of(url)
         observer = observer or NoObserver()
         connection = Connection(log, on_closed, observer)
         try:
-            await connection.open(url, name=name, timeout_s=timeout_s)
+            await connection.open(servers, name=name, timeout_s=timeout_s)
         except BaseException:
             await connection.close()
             raise

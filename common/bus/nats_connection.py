@@ -17,6 +17,7 @@ from common.bus.nats_requests import CONNECTION_ERRORS, Requests
 from common.bus.observer import BusObserver
 from common.bus.server import check_version
 from common.runtime.lifecycle import Log
+from common.runtime.setting_values import shown
 from contracts.codec import MAX_MESSAGE_BYTES
 
 _FLUSH_TIMEOUT_S: Final = 5.0
@@ -49,13 +50,14 @@ class Connection:
         """Whether the server is reachable as far as is known."""
         return bool(self.client.is_connected)
 
-    async def open(self, url: str, *, name: str, timeout_s: float) -> None:
-        """Connect to one of the servers of `url`. Raises BusUnavailable, ServerTooOld, StorageRefused."""
+    async def open(self, servers: list[str], *, name: str, timeout_s: float) -> None:
+        """Connect to one of these URLs. Raises BusUnavailable, ServerTooOld, StorageRefused."""
+        place = ", ".join(shown("nats_url", server) for server in servers)
         try:
             # A server that is not there does not make `connect` fail: it tries for ever.
             async with asyncio.timeout(timeout_s):
                 await self.client.connect(
-                    servers=[each.strip() for each in url.split(",")],
+                    servers=servers,
                     name=name,
                     max_reconnect_attempts=-1,  # by default it gives up for good after 60 tries
                     reconnect_time_wait=_RECONNECT_WAIT_S + secrets.randbelow(_RECONNECT_JITTER_MS) / 1000,
@@ -70,9 +72,9 @@ class Connection:
                 )
         except TimeoutError:
             reason = self.client.last_error or "no answer"
-            raise BusUnavailable(f"no server at {url} within {timeout_s} s: {reason}", maybe_done=False) from None
+            raise BusUnavailable(f"no server at {place} within {timeout_s} s: {reason}", maybe_done=False) from None
         except (nats.errors.Error, OSError) as error:
-            raise BusUnavailable(f"cannot connect to {url}: {error}", maybe_done=False) from error
+            raise BusUnavailable(f"cannot connect to {place}: {error}", maybe_done=False) from error
         check_version(repr(self.client.connected_server_version))
         if self.client.max_payload < MAX_MESSAGE_BYTES:
             rule = f"the server's max_payload is at least {MAX_MESSAGE_BYTES}"

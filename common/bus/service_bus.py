@@ -12,7 +12,7 @@ from common.runtime.metrics import Metrics
 async def connect_for_life(
     url: str, *, name: str, lifecycle: Lifecycle, clock: Clock, log: Log, metrics: Metrics
 ) -> NatsBus:
-    """Connect to NATS as `name`. The life cycle closes the bus, and fails when the bus closes before. Raises `BusError`."""
+    """Connect to NATS as `name`. The life cycle closes the bus, and fails when the bus closes before. Raises `BusError`, `SettingsError`."""
     bus = await NatsBus.connect(
         url,
         name=name,

@@ -19,7 +19,7 @@ _CONNECT_S: Final = 3.0
 async def with_bus(url: str, use: Callable[[Bus], Awaitable[T]], *, say: Callable[[str], None]) -> T:
     """Connect, and return what `use` returns. `say` hears when the connection breaks or comes back.
 
-    Raises BusUnavailable if no server answers, and what `use` raises of pdmesh's errors, as it is.
+    Raises BusUnavailable if no server answers, SettingsError for what is no URL, and what `use` raises of pdmesh's errors, as it is.
     """
     results: list[T] = []
     failure: PdmeshError | None = None

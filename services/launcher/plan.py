@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from common.bus.nats_url import servers_of
 from common.engine.config import ModelConfig, load_config
 from common.runtime.settings import Loaded, SettingsError, SettingsProblem, load, parse_spec, split_overrides
 from common.worker.settings import EngineKind, WorkerSettings
@@ -94,6 +95,8 @@ class _Planner:
         )
         specs = self._name_workers()
         launcher = self._load("launcher", "launcher")
+        if launcher is not None and launcher.settings.value.nats_url:
+            self._collect(partial(servers_of, launcher.settings.value.nats_url))
         broker = self._load("broker", "broker")
         expected = ",".join(name for name, _, _ in specs if _is_token(name))
         self._overrides += [f"router.expected_workers={expected}"] if expected else []

@@ -46,10 +46,11 @@ async def refusal(url: str, timeout_s: float) -> Exception:
 
 
 async def test_connecting_to_nobody_fails_in_time() -> None:
-    """The library would try for ever; BusUnavailable names the address and the reason."""
-    error = await soon(refusal("nats://127.0.0.1:9", 0.3))
+    """The library would try for ever; BusUnavailable names the address, without the password, and the reason."""
+    error = await soon(refusal("nats://me:word@127.0.0.1:9", 0.3))
     assert isinstance(error, BusUnavailable)
     assert "127.0.0.1:9 within 0.3 s" in str(error)
+    assert "word" not in str(error)
     assert not error.maybe_done
 
 

@@ -83,6 +83,12 @@ def test_a_model_that_cannot_be_cut_into_so_many_ranks_is_refused(model: str) ->
     assert len(_plan(model, *workers).workers) == 3, "what is in an unreadable checkpoint is the workers' to tell"
 
 
+def test_a_server_that_is_no_url_is_refused(model: str) -> None:
+    """Before the services would each look for a host of that name."""
+    (problem,) = _problems(model, overrides=("nats_url=garbage",))
+    assert problem.startswith("nats_url = garbage: a URL of the form nats://host:port")
+
+
 def test_a_fixed_port_for_two_services_is_refused(model: str) -> None:
     """All that would listen there are named, the router's port among them; free ports and other addresses do not clash."""
     assert _problems(
@@ -144,6 +150,17 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     for start in expected:
         assert sum(problem.startswith(f"{start}: ") for problem in problems) == 1, (start, problems)
     assert len(problems) == len(expected)
+
+
+def test_a_bad_choice_is_told_beside_other_mistakes(tmp_path: Path) -> None:
+    """Neither a variable that nobody knows nor a wrong config file hides it, and it is told once for all workers."""
+    config = tmp_path / "pd.json"
+    config.write_text('{"colour": "red"}', encoding="utf-8")
+    environ = {"PD_DTYPE": "bfloat99", "PD_FOO": "1"}
+    problems = _problems(None, config_file=config, environ=environ)
+    assert "PD_DTYPE = bfloat99: one of float32, bfloat16" in problems
+    starts = sorted(problem.partition(" = ")[0] for problem in problems if "model" not in problem)
+    assert starts == sorted([f"{config}: colour", "PD_DTYPE", "PD_FOO"])
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,13 @@ def test_the_effective_settings_can_be_seen(tmp_path: Path) -> None:
     assert dump["router"]["expected_workers"]["value"] == ["mixed-0"]
 
 
+def test_a_word_is_no_server() -> None:
+    """What is no URL is refused as a setting is, and nobody looks for a host of that name."""
+    result = _pdmesh("links", "--nats", "garbage")
+    assert result.returncode == 2
+    assert "nats_url = garbage: a URL of the form nats://host:port" in result.stderr
+
+
 def test_a_missing_server_is_told(tmp_path: Path) -> None:
     """Without a NATS server there is nothing to show, and the reason names its address."""
     result = _pdmesh("timeline", "rab-0", "--nats", "nats://127.0.0.1:9")
