@@ -12,6 +12,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -106,7 +107,8 @@ def load(
 
     `overrides` are the texts of `--set`. `environ` is the process's own environment unless given. Keys in `also_known`
     belong to other services and are passed over where they are addressed to all; keys addressed to another role always
-    are. Raises SettingsError that lists every problem.
+    are. Raises SettingsError that lists every problem; rules over several settings are checked where each of these could be
+    read and no required setting is missing.
     """
     environ = environment() if environ is None else environ
     reader = _Reader(struct, role, also_known)
@@ -236,19 +238,30 @@ class _Reader:
             self._take(key, value, source="SPEC", label=key, text=True, shared=False)
 
     def finish(self) -> Loaded[Any]:
-        for name, field in self._fields.items():
-            if field.required and name not in self._values and name not in self._broken:
-                self._problem(name, "(not given)", "a value is required")
-        if not self._problems:
-            try:
-                return Loaded(value=self._struct(**self._values), sources=self._sources)
-            except SettingsError as error:
-                self._problems += error.problems
-            except InvalidValueError as error:
-                self._problem(error.field, str(shown(error.field, error.value)), error.rule_text)
-            except ValueError as error:
-                self._problem(self._struct.__name__, "(together)", str(error))
-        raise SettingsError(self._problems)
+        missing = {name for name, field in self._fields.items() if field.required and name not in self._values}
+        for name in sorted(missing - self._broken, key=list(self._fields).index):
+            self._problem(name, "(not given)", "a value is required")
+        value = None if missing else self._build()
+        if value is None or self._problems:
+            raise SettingsError(self._problems)
+        return Loaded(value=value, sources=self._sources)
+
+    def _build(self) -> Any:
+        """The struct, or None with what its own rules say of the values that could be read.
+
+        A value that could not be read stands at a lower place's or its default, so a rule that names it proves nothing.
+        """
+        try:
+            return self._struct(**self._values)
+        except SettingsError as error:
+            broken = list(error.problems)
+        except InvalidValueError as error:
+            shown_value = str(shown(error.field, error.value))
+            broken = [SettingsProblem(key=error.field, value=shown_value, rule=error.rule_text)]
+        except ValueError as error:
+            broken = [SettingsProblem(key=self._struct.__name__, value="(together)", rule=str(error))]
+        self._problems += [each for each in broken if not _names(self._broken, each)]
+        return None
 
     def _take(self, key: str, value: Any, *, source: str, label: str, text: bool, shared: bool) -> None:
         field = self._fields.get(key)
@@ -272,6 +285,10 @@ def _unknown(label: str, value: Any, key: str, known: Iterable[str], what: str =
     close = difflib.get_close_matches(key, list(known), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return SettingsProblem(key=label, value=str(value), rule=f"no such {what}{hint}")
+
+
+def _names(keys: Collection[str], problem: SettingsProblem) -> bool:
+    return not set(keys).isdisjoint(re.findall(r"\w+", f"{problem.key} {problem.rule}"))
 
 
 def _bad_override(text: str) -> SettingsProblem:

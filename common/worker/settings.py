@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -42,8 +42,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What computes: ranks, or fake ones that compute nothing, to look at the control plane alone."""
     device: str = "cpu"
     """What ranks compute on."""
-    dtype: str = "float32"
-    """What the checkpoint is widened to: float32 or bfloat16; alike on both workers of a pair."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the checkpoint is widened to; alike on both workers of a pair."""
     tp: Count = 1
     """Ranks of a replica; must divide the model's heads."""
     dp: Replicas = 1
@@ -102,8 +102,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_step_tokens < self.num_slots:
             rule = f"at least num_slots = {self.num_slots}: every decoding sequence has a token in every step"
             problems.append(SettingsProblem(key="max_step_tokens", value=str(self.max_step_tokens), rule=rule))
-        if self.dtype not in {"float32", "bfloat16"}:
-            problems.append(SettingsProblem(key="dtype", value=self.dtype, rule="float32 or bfloat16"))
         if self.transport is Transport.TCP:
             problems += _tcp_problems(self.transport_host, self.transport_advertise_host)
         else:

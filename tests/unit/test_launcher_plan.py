@@ -158,7 +158,7 @@ def test_a_bad_choice_is_told_beside_other_mistakes(tmp_path: Path) -> None:
     config.write_text('{"colour": "red"}', encoding="utf-8")
     environ = {"PD_DTYPE": "bfloat99", "PD_FOO": "1"}
     problems = _problems(None, config_file=config, environ=environ)
-    assert "PD_DTYPE = bfloat99: one of float32, bfloat16" in problems
+    assert "PD_DTYPE = bfloat99: one of bfloat16, float32" in problems
     starts = sorted(problem.partition(" = ")[0] for problem in problems if "model" not in problem)
     assert starts == sorted([f"{config}: colour", "PD_DTYPE", "PD_FOO"])
 

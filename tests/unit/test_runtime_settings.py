@@ -151,6 +151,16 @@ def test_required_values_and_rules_over_several_fields_are_checked() -> None:
     assert problems_of(together) == {"Pair": "low (11) is at most high (10)"}
 
 
+def test_rules_over_several_fields_are_told_with_everything_else() -> None:
+    """Another mistake does not hide them; one in a field that they name does, since they would speak of a default."""
+    with pytest.raises(SettingsError) as caught:
+        load(Pair, role="decode", environ={"PD_LOW": "11", "PD_FOO": "1"})
+    assert set(problems_of(caught)) == {"PD_FOO", "Pair"}
+    with pytest.raises(SettingsError) as caught:
+        load(Pair, role="decode", environ={"PD_LOW": "11", "PD_HIGH": "many"})
+    assert set(problems_of(caught)) == {"PD_HIGH"}
+
+
 def test_an_unreadable_config_file_is_a_problem_not_a_crash(tmp_path: Path) -> None:
     """A missing file, broken JSON and JSON of another form are each named."""
     broken = tmp_path / "broken.json"

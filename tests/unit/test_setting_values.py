@@ -50,7 +50,7 @@ def test_what_is_no_choice_keeps_its_own_rule() -> None:
     [
         ("transport=udp", "one of shm, tcp"),
         ("engine=gpu", "one of ranks, fake"),
-        ("collectives=nccl", "one of shared_memory, gloo, threads"),
+        ("collectives=nccl", "one of shared_memory, gloo"),
         ("log_level=loud", "one of debug, error, info, warning"),
     ],
 )
