@@ -35,8 +35,12 @@ def check_runs(runs: Sequence[Run], local_length: int, remote_length: int) -> st
 
     The patterns of a batch know the first and the last byte that they touch: when these are within bounds, so is every run.
     """
-    if isinstance(runs, RunBatch) and all(each.is_within(local_length, remote_length) for each in runs.placed):
-        return ""
+    if isinstance(runs, RunBatch):
+        for each in runs.placed:
+            if not each.is_within(local_length, remote_length):
+                break
+        else:
+            return ""
     for index, run in enumerate(runs):
         if (
             run.count == 1

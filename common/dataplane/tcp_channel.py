@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 from common.dataplane.port import STOP_SLICE_S
 from common.dataplane.tcp_vector import Vector
@@ -78,7 +78,8 @@ class Channel:
                 continue
             except OSError as error:
                 raise self._broken(error) from error
-            self._check_received(count, deadline)
+            if not count:
+                self._raise_ended(deadline)
             buffer = buffer[count:]
 
     def receive_bytes(self, length: int, deadline: float | None) -> bytes:
@@ -97,7 +98,8 @@ class Channel:
                 continue
             except OSError as error:
                 raise self._broken(error) from error
-            self._check_received(count, deadline)
+            if not count:
+                self._raise_ended(deadline)
 
     def send(self, data: bytes, deadline: float) -> None:
         """Send `data`. Raises `ChannelError`."""
@@ -138,7 +140,7 @@ class Channel:
     @property
     def is_open(self) -> bool:
         """Whether the peer has not ended the connection; for one on which the peer has nothing to say."""
-        if not self.has_input:
+        if not self._readable.poll(0):
             return True
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -198,10 +200,9 @@ class Channel:
         if deadline is not None and self._now() >= deadline:
             raise ChannelError(Fault.LATE, "the deadline has passed")
 
-    def _check_received(self, count: int, deadline: float | None) -> None:
-        if not count:
-            self._check(deadline)
-            raise ChannelError(Fault.ENDED, "the peer closed the connection")
+    def _raise_ended(self, deadline: float | None) -> NoReturn:
+        self._check(deadline)
+        raise ChannelError(Fault.ENDED, "the peer closed the connection")
 
     def _shut(self, how: int) -> None:
         with contextlib.suppress(OSError):  # not connected any more

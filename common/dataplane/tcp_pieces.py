@@ -27,11 +27,8 @@ class Pieces(Protocol):
     """The rows that are left of a table, and all of its bytes."""
 
     nbytes: int
-
-    @property
-    def address(self) -> int:
-        """Where the first row that is left lies. The table is kept alive by this object."""
-        ...
+    address: int
+    """Where the first row that is left lies. The table is kept alive by this object."""
 
     def num_next(self) -> int:
         """Rows that make up a slice, with the one that goes beyond it; all that are left if they are less."""
@@ -58,18 +55,16 @@ class FewPieces:
                 left -= slice_bytes
             rows += start, left
         self._table: Final = array("Q", rows)
-        self._start: Final = self._table.buffer_info()[0]
+        self.address, self._num_left = self._table.buffer_info()
+        self._num_left //= 2
         self._slice_bytes: Final = slice_bytes
         self._first = 0
-
-    @property
-    def address(self) -> int:
-        """See `Pieces.address`."""
-        return self._start + self._first * ROW_BYTES
 
     def num_next(self) -> int:
         """See `Pieces.num_next`."""
         left = self._slice_bytes
+        if self.nbytes <= left:
+            return self._num_left
         lengths = self._table[2 * self._first + 1 :: 2]
         for index, length in enumerate(lengths):
             left -= length
@@ -85,6 +80,8 @@ class FewPieces:
             first += 1
         table[2 * first] += count
         table[2 * first + 1] -= count
+        self.address += (first - self._first) * ROW_BYTES
+        self._num_left -= first - self._first
         self._first = first
 
 
@@ -102,16 +99,11 @@ class ManyPieces:
         if self.nbytes > slice_bytes and int(table[:, 1].max()) > slice_bytes:
             table = _cut(table, slice_bytes)
         self._table: Final = table
-        self._start: Final[int] = table.__array_interface__["data"][0]
+        self.address: int = table.__array_interface__["data"][0]
         self._slice_bytes: Final = slice_bytes
         self._ends: Column | None = None
         self._first = 0
         self._done = 0
-
-    @property
-    def address(self) -> int:
-        """See `Pieces.address`."""
-        return self._start + self._first * ROW_BYTES
 
     def num_next(self) -> int:
         """See `Pieces.num_next`."""
@@ -125,7 +117,9 @@ class ManyPieces:
         """See `Pieces.advance`."""
         self._done += count
         ends = self._cumulated
-        first = self._first = int(ends.searchsorted(np.uint64(self._done), "right"))
+        first = int(ends.searchsorted(np.uint64(self._done), "right"))
+        self.address += (first - self._first) * ROW_BYTES
+        self._first = first
         left = int(ends[first]) - self._done
         row = self._table[first]
         row[0] += row[1] - np.uint64(left)

@@ -55,17 +55,14 @@ class Vector:
         self.nbytes: Final = self._pieces.nbytes
         self._owner: Final = owner
         self._done = 0
+        self.is_done = not self.nbytes
+        """Whether every byte has been moved."""
         self._header: Final = _MessageHeader()
 
     @property
     def num_done_bytes(self) -> int:
         """Bytes that have been moved."""
         return self._done
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every byte has been moved."""
-        return self._done >= self.nbytes
 
     def send(self, connection: socket.socket) -> int:
         """One call: how many bytes were taken. Raises `BlockingIOError` when none could be, else `OSError`."""
@@ -86,6 +83,8 @@ class Vector:
                 number = errno.EAGAIN
             raise OSError(number, os.strerror(number))
         self._done += count
-        if count and self._done < self.nbytes:
+        if self._done >= self.nbytes:
+            self.is_done = True
+        elif count:
             self._pieces.advance(count)
         return count
