@@ -102,10 +102,12 @@ def load(
     config_file: Path | None = None,
     environ: Mapping[str, str] | None = None,
     also_known: Collection[str] = (),
+    origins: Mapping[str, str] | None = None,
 ) -> Loaded[T]:
     """Read the settings of one service.
 
-    `overrides` are the texts of `--set`. `environ` is the process's own environment unless given. Keys in `also_known`
+    `overrides` are the texts of `--set`; `origins` names another source for those among them that came from elsewhere
+    (`{"router.port=80": "--port"}`). `environ` is the process's own environment unless given. Keys in `also_known`
     belong to other services and are passed over where they are addressed to all; keys addressed to another role always
     are. Raises SettingsError that lists every problem; rules over several settings are checked where each of these could be
     read and no required setting is missing.
@@ -114,7 +116,7 @@ def load(
     reader = _Reader(struct, role, also_known)
     reader.read_config(config_file or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None))
     reader.read_environment(environ)
-    reader.read_overrides(overrides)
+    reader.read_overrides(overrides, origins or {})
     reader.read_spec(spec)
     return reader.finish()
 
@@ -212,21 +214,22 @@ class _Reader:
         for name, key, value in own:
             self._take(key, value, source=name, label=name, text=True, shared=False)
 
-    def read_overrides(self, overrides: Sequence[str]) -> None:
-        own: list[tuple[str, str]] = []
+    def read_overrides(self, overrides: Sequence[str], origins: Mapping[str, str]) -> None:
+        own: list[tuple[str, str, str]] = []
         for text in overrides:
             name, equals, value = text.partition("=")
             role, dot, key = name.strip().rpartition(".")
+            source = origins.get(text, "--set")
             if not equals or not key:
                 self._problems.append(_bad_override(text))
             elif not dot:
-                self._take(key, value, source="--set", label=f"--set {key}", text=True, shared=True)
+                self._take(key, value, source=source, label=f"--set {key}", text=True, shared=True)
             elif role == self._role:
-                own.append((key, value))
+                own.append((key, value, source))
             elif role not in ROLES:
                 self._problems.append(_unknown(f"--set {name}", value, role, ROLES, what="role"))
-        for key, value in own:
-            self._take(key, value, source="--set", label=f"--set {self._role}.{key}", text=True, shared=False)
+        for key, value, source in own:
+            self._take(key, value, source=source, label=f"--set {self._role}.{key}", text=True, shared=False)
 
     def read_spec(self, spec: str) -> None:
         try:

@@ -18,7 +18,7 @@ from contracts.errors import ErrorCode, PdmeshError
 from services.launcher.child import ChildSpec, tail
 from services.launcher.console import Console
 from services.launcher.core.log_line import last_word
-from services.launcher.plan import MeshPlan, ServicePlan, settings_json
+from services.launcher.plan import MeshPlan, ServicePlan, makes_transport_dir, settings_json
 from services.launcher.ports import free_ports, is_free
 from services.launcher.readiness import wait_ready
 from services.launcher.rundir import RunDirectory
@@ -140,6 +140,7 @@ class MeshRun:
         url = f"http://{'127.0.0.1' if router.host in {'0.0.0.0', '::'} else router.host}:{router.port}"
         await wait_ready(
             f"{url}/ready",
+            who="the router",
             timeout_s=self._plan.launcher.start_timeout_s,
             clock=self._clock,
             say=self._console.say,
@@ -169,13 +170,15 @@ class MeshRun:
             )
         )
         health = f"http://127.0.0.1:{monitor}/healthz"
-        await wait_ready(health, timeout_s=_NATS_START_S, clock=self._clock, say=lambda _text: None)
+        await wait_ready(
+            health, who="the NATS server", timeout_s=_NATS_START_S, clock=self._clock, say=lambda _text: None
+        )
         return f"nats://127.0.0.1:{port}"
 
     def _child(self, service: ServicePlan, directory: RunDirectory, nats_url: str) -> ChildSpec:
         loaded = service.settings
         replaced: dict[str, Any] = {"nats_url": nats_url}
-        if loaded.sources.get("transport_dir") == "default":
+        if makes_transport_dir(service):
             replaced["transport_dir"] = directory.path / "tmp"
         file = directory.path / "settings" / f"{service.name}.json"
         file.touch(mode=0o600)

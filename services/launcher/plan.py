@@ -26,6 +26,8 @@ _COPIED: Final = "a cache is copied, not converted"
 _EQUAL_IN_A_PAIR: Final = {"block_size": _COPIED, "dtype": _COPIED, "transport": "both ends move bytes in the same way"}
 _LISTENS: Final = (("admin_port", "admin_host"), ("port", "host"))
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})
+_OURS: Final = "launcher"
+_LATER: Final = "decided at start"
 _SHARED_PLACES: Final = ("--", "PD_", "config file")
 
 
@@ -50,10 +52,15 @@ class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
 class MeshPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A mesh that may be started: every setting is known and legal."""
 
-    launcher: LauncherSettings
+    own: Loaded[LauncherSettings]
     broker: ServicePlan
     router: ServicePlan
     workers: tuple[ServicePlan, ...]
+
+    @property
+    def launcher(self) -> LauncherSettings:
+        """The launcher's own settings."""
+        return self.own.value
 
     @property
     def services(self) -> tuple[ServicePlan, ...]:
@@ -61,14 +68,30 @@ class MeshPlan(msgspec.Struct, frozen=True, kw_only=True):
         return (self.broker, *self.workers, self.router)
 
     def dump(self) -> str:
-        """The effective settings of every service with where each came from, as JSON; secrets are hidden."""
-        settings = {service.name: service.settings.dump() for service in self.services}
+        """The effective settings of the launcher and of every service with where each came from, as JSON.
+
+        What only the start can decide is said to be so. Secrets are hidden.
+        """
+        own = self.own.dump()
+        settings = {"launcher": own}
+        later = {"value": _LATER, "source": _OURS}
+        for service in self.services:
+            shown = service.settings.dump()
+            shown["nats_url"] = own["nats_url"] if self.launcher.nats_url else later
+            if makes_transport_dir(service):
+                shown["transport_dir"] = later
+            settings[service.name] = shown
         return json.dumps(settings, indent=2, default=_plain)
 
 
 def make_plan(request: MeshRequest, structs: SettingsStructs, environ: Mapping[str, str]) -> MeshPlan:
     """Check the whole request. Raises SettingsError that lists everything that is wrong with it."""
     return _Planner(request, structs, environ).plan()
+
+
+def makes_transport_dir(service: ServicePlan) -> bool:
+    """Whether the start gives the service a folder for its sockets, because nobody chose one."""
+    return service.settings.sources.get("transport_dir") == "default"
 
 
 def settings_json(settings: msgspec.Struct, **replaced: Any) -> bytes:
@@ -84,10 +107,12 @@ class _Planner:
         self._environ = environ
         self._problems: list[SettingsProblem] = []
         self._overrides = list(request.overrides)
+        self._origins: dict[str, str] = {}
+        self._numbered: set[str] = set()
         if request.model is not None:
-            self._overrides.append(f"model={request.model}")
+            self._add(f"model={request.model}", "--model")
         if request.port is not None:
-            self._overrides.append(f"router.port={request.port}")
+            self._add(f"router.port={request.port}", "--port")
 
     def plan(self) -> MeshPlan:
         self._collect(
@@ -99,7 +124,8 @@ class _Planner:
             self._collect(partial(servers_of, launcher.settings.value.nats_url))
         broker = self._load("broker", "broker")
         expected = ",".join(name for name, _, _ in specs if _is_token(name))
-        self._overrides += [f"router.expected_workers={expected}"] if expected else []
+        if expected:
+            self._add(f"router.expected_workers={expected}", _OURS)
         router = self._load("router", "router")
         workers = [self._load(role, name, spec) for name, role, spec in specs]
         known = [worker for worker in workers if worker is not None]
@@ -110,11 +136,16 @@ class _Planner:
         if self._problems or launcher is None or broker is None or router is None:
             raise SettingsError(self._distinct_problems())
         return MeshPlan(
-            launcher=launcher.settings.value,
+            own=launcher.settings,
             broker=broker,
             router=router,
             workers=tuple(known),
         )
+
+    def _add(self, override: str, origin: str) -> None:
+        """Add what reaches services as `--set` does, and came from elsewhere."""
+        self._overrides.append(override)
+        self._origins[override] = origin
 
     def _name_workers(self) -> list[tuple[str, str, str]]:
         """Name, role and SPEC of each worker; SPEC's `id` becomes its `worker_id`, else the role and a number do."""
@@ -127,6 +158,8 @@ class _Planner:
             given = values.pop("id", None) or values.pop("worker_id", None)
             name = given or f"{role}-{counts[role]}"
             counts[role] += given is None
+            if given is None:
+                self._numbered.add(name)
             values["worker_id"] = name
             named.append((name, role, ",".join(f"{key}={value}" for key, value in values.items())))
         for name, count in Counter(name for name, _, _ in named).items():
@@ -148,10 +181,15 @@ class _Planner:
                 config_file=self._request.config_file,
                 environ=self._environ,
                 also_known=self._known,
+                origins=self._origins,
             ),
             place=name,
         )
-        return None if loaded is None else ServicePlan(name=name, role=role, settings=loaded)
+        if loaded is None:
+            return None
+        if name in self._numbered:
+            loaded = msgspec.structs.replace(loaded, sources=loaded.sources | {"worker_id": _OURS})
+        return ServicePlan(name=name, role=role, settings=loaded)
 
     def _check_models(self, services: list[ServicePlan | None]) -> None:
         models = {str(service.settings.value.model) for service in services if service is not None}

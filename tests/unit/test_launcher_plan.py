@@ -219,8 +219,33 @@ def test_the_dump_names_each_source(model: str) -> None:
     dump = json.loads(plan.dump())
     assert dump["mixed-0"]["tp"] == {"value": 2, "source": "SPEC"}
     assert dump["mixed-0"]["num_slots"]["source"] == "default"
-    assert dump["broker"]["nats_url"]["value"] == "nats://***@host:1"
+    assert dump["broker"]["nats_url"] == {"value": "nats://***@host:1", "source": "--set"}
     assert "word" not in plan.dump()
+
+
+def test_the_dump_tells_who_decides(model: str) -> None:
+    """Flags and the launcher are sources, too; what the start decides is said to be so; the launcher shows its own settings."""
+    workers = (("mixed", ""), ("mixed", "id=big,transport_dir=/run/pd"))
+    dump = json.loads(_plan(model, *workers, port=9000, environ={"PD_LOG_DIR": "/var/log/pd"}).dump())
+    later = {"value": "decided at start", "source": "launcher"}
+    assert dump["launcher"]["log_dir"] == {"value": "/var/log/pd", "source": "PD_LOG_DIR"}
+    assert {name: dump[name]["nats_url"] for name in ("broker", "router", "mixed-0", "big")} == dict.fromkeys(
+        ("broker", "router", "mixed-0", "big"), later
+    )
+    assert dump["router"]["port"] == {"value": 9000, "source": "--port"}
+    assert dump["router"]["expected_workers"]["source"] == "launcher"
+    for name in ("router", "mixed-0", "big"):
+        assert dump[name]["model"] == {"value": model, "source": "--model"}
+    assert [dump[name]["worker_id"]["source"] for name in ("mixed-0", "big")] == ["launcher", "SPEC"]
+    assert dump["mixed-0"]["transport_dir"] == later
+    assert dump["big"]["transport_dir"] == {"value": "/run/pd", "source": "SPEC"}
+
+
+def test_the_dump_shows_the_server_that_all_will_use(model: str) -> None:
+    """Children get the launcher's server, so an address for one role alone would not hold, and is not shown."""
+    overrides = ("launcher.nats_url=nats://host:1", "broker.nats_url=nats://other:1")
+    dump = json.loads(_plan(model, ("mixed", ""), overrides=overrides).dump())
+    assert {dump[name]["nats_url"]["value"] for name in dump} == {"nats://host:1"}
 
 
 def test_the_command_line_keeps_the_order_of_workers() -> None:

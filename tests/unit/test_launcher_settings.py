@@ -57,9 +57,9 @@ def test_the_effective_settings_can_be_seen(tmp_path: Path) -> None:
     result = _pdmesh("up", "--model", str(tmp_path), "--mixed", "tp=2", "--port", "9000", "--dump")
     assert result.returncode == 0, result.stderr
     dump = json.loads(result.stdout)
-    assert list(dump) == ["broker", "mixed-0", "router"]
-    assert dump["router"]["port"] == {"value": 9000, "source": "--set"}
-    assert dump["router"]["expected_workers"]["value"] == ["mixed-0"]
+    assert list(dump) == ["launcher", "broker", "mixed-0", "router"]
+    assert dump["router"]["port"] == {"value": 9000, "source": "--port"}
+    assert dump["router"]["expected_workers"] == {"value": ["mixed-0"], "source": "launcher"}
 
 
 def test_a_word_is_no_server() -> None:
