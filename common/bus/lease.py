@@ -16,7 +16,8 @@ from common.bus.lease_term import Term, fence_of
 from common.bus.port import Bucket
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
-from contracts.codec import encode
+from contracts.codec import decode, encode
+from contracts.errors import CodecError
 from contracts.leases import LeaseValue
 
 _POLL_SHARE: Final = 0.1
@@ -35,6 +36,7 @@ class Lease:
         self._mine = encode(value)
         self._ttl_s = ttl_s
         self._term: Term | None = None
+        self._holder = ""
 
     @property
     def term(self) -> Term | None:
@@ -48,8 +50,10 @@ class Lease:
         Raises BusUnavailable or BusTimeout if the bucket cannot be asked, StorageRefused if it will not be written.
         """
         self._term = None
+        self._holder = ""
         entry = await self._bucket.get(self._key)
         if entry is not None and entry.value != self._mine:
+            self._holder = _holder_of(entry.value)
             return None
         epoch = await self._bucket.epoch()
         sent_at = self._clock.monotonic()
@@ -65,10 +69,10 @@ class Lease:
         self._term = Term(ttl_s=self._ttl_s, fence=fence_of(epoch, revision), revision=revision, renewed_at=sent_at)
         return self.term
 
-    async def acquire(self, stands_by: Callable[[], None] = lambda: None) -> Term:
+    async def acquire(self, stands_by: Callable[[str], None] = lambda _holder: None) -> Term:
         """Wait until the lease is free and taken, however long that is. Raises StorageRefused.
 
-        `stands_by` is called whenever it was found to be somebody else's.
+        `stands_by` is called whenever it was found to be somebody else's, with the holder's name; "" if that is unknown.
         """
         while True:
             try:
@@ -78,7 +82,7 @@ class Lease:
             else:
                 if term is not None:
                     return term
-                stands_by()
+                stands_by(self._holder)
             await self._clock.sleep(_POLL_SHARE * self._ttl_s)
 
     async def keep(self) -> str:
@@ -140,3 +144,11 @@ class Lease:
             await self._bucket.delete(self._key, last=term.revision)
         except RevisionConflict:
             return  # it is somebody else's already
+
+
+def _holder_of(value: bytes) -> str:
+    """Who wrote it, as it names itself; "" for what this build cannot read."""
+    try:
+        return decode(value, LeaseValue).holder
+    except CodecError:
+        return ""

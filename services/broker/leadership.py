@@ -41,6 +41,8 @@ class Leadership:
         self._settled = asyncio.Event()
         self._over = asyncio.Event()
         self._draining = False
+        self._standing_by_for: str | None = None
+        self._begun: int | None = None
         self.broker: Broker | None = None
         """The one that works now; None while another process leads, or nobody."""
         metrics.gauge("broker_leads", "1 while this process leads its partition.").set_function(
@@ -52,11 +54,13 @@ class Leadership:
         """Lead whenever the lease can be had, for ever. Raises StorageRefused for a server that cannot keep it."""
         lease = self._lease = await self._open_lease()
         while True:
-            term = await lease.acquire(self._settled.set)
+            self._standing_by_for = None
+            term = await lease.acquire(self._stand_by)
             if self._draining:
                 return  # whoever has no work yet begins none
             self._over.clear()
             self._terms.inc()
+            self._begun = term.fence
             self._log.info("leadership_began", fence=term.fence)
             try:
                 async with asyncio.TaskGroup() as group:
@@ -94,7 +98,17 @@ class Leadership:
     async def release(self) -> None:
         """Give the lease back after the end of `run`, so that whoever stands by need not wait for it to expire."""
         if self._lease is not None:
+            held = self._lease.term
             await self._give_back(self._lease)
+            if held is not None and held.fence == self._begun:
+                self._log.info("leadership_ended", fence=held.fence)
+
+    def _stand_by(self, leader: str) -> None:
+        """Another process leads; that is told once, and again when a third one does."""
+        self._settled.set()
+        if leader != self._standing_by_for:
+            self._standing_by_for = leader
+            self._log.info("standing_by", leader=leader or "unknown")
 
     async def _keep(self, lease: Lease) -> Never:
         reason = await lease.keep()

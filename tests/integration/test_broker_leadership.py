@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from common.bus.errors import BusTimeout, NoResponders, StorageRefused
 from common.bus.memory import MemoryServer
@@ -33,6 +34,7 @@ from tests.integration.broker_world import HANDOFF, World, in_world
 
 OK = Accepted(handoff_id=HANDOFF)
 LOST = ErrorInfo(code=ErrorCode.WORKER_LOST, message="gone")
+LEADING = ("standing_by", "leadership_began", "leadership_ended", "leadership_lost")
 SOON_S = 0.2 * LEASE_TTL_S
 
 
@@ -116,6 +118,28 @@ def test_only_the_leader_is_asked() -> None:
         assert json.loads(entry.value)["holder"] == "broker-0"
         assert b"pdmesh_broker_leads 0.0" in first.metrics.exposition()
         assert b"pdmesh_broker_terms_total 1.0" in first.metrics.exposition()
+
+    in_world(scenario, with_broker=False)
+
+
+def test_who_leads_and_who_stands_by_is_logged() -> None:
+    """The one that stands by says so once and for whom, and both say when they begin and end to lead."""
+
+    async def scenario(world: World, server: MemoryServer) -> None:
+        with capture_logs() as lines:
+            first, second = await two(world, server)
+            await world.clock.sleep(3 * LEASE_TTL_S)
+            assert [(line["event"], line.get("leader")) for line in lines if line["event"] in LEADING] == [
+                ("leadership_began", None),
+                ("standing_by", "broker-0"),
+            ]
+            lines.clear()
+            await first.stop()
+            await follow(world, second)
+            assert [line["event"] for line in lines if line["event"] in LEADING] == [
+                "leadership_ended",
+                "leadership_began",
+            ]
 
     in_world(scenario, with_broker=False)
 
