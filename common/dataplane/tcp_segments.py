@@ -16,10 +16,11 @@ from common.dataplane.tcp_vector import Vector
 from common.dataplane.tcp_wire import MAX_SEGMENTS
 from common.layout.joining import batch_of
 from common.layout.run import Run
-from common.layout.run_batch import RunBatch, Scatter
+from common.layout.run_batch import RunBatch
 
 if TYPE_CHECKING:
     from common.dataplane.tcp_pieces import Column, Numbers
+    from common.layout.run_batch import Scatter
 
 
 class Segments(NamedTuple):
@@ -92,15 +93,13 @@ def _few_of(runs: Sequence[Run]) -> Segments | None:
     num_copies = 0
     local_end = remote_end = -1
     for copies, local_base, remote_base in _placed(runs):
-        for run in copies:
-            if isinstance(run, Scatter):
-                return None
-            length, count = run.length, run.count
-            num_copies += count
+        for piece in copies:
+            length = piece.length
+            num_copies += piece.count if isinstance(piece, Run) else len(piece.local)
             if num_copies > MOST_FEW:
                 return None
-            here, there = local_base + run.local_offset, remote_base + run.remote_offset
-            for _ in range(count if length else 0):
+            for local_offset, remote_offset in _places(piece):
+                here, there = local_base + local_offset, remote_base + remote_offset
                 if here == local_end and there == remote_end:
                     lengths[-1] += length
                 else:
@@ -108,9 +107,21 @@ def _few_of(runs: Sequence[Run]) -> Segments | None:
                     remote.append(there)
                     lengths.append(length)
                 local_end, remote_end = here + length, there + length
-                here += run.local_stride
-                there += run.remote_stride
     return Segments(tuple(local), tuple(remote), tuple(lengths))
+
+
+def _places(piece: Run | Scatter) -> Iterable[tuple[int, int]]:
+    """Where each copy of at least one byte begins on either side."""
+    if not isinstance(piece, Run):
+        return zip(piece.local.tolist(), piece.remote.tolist(), strict=True)
+    if not piece.length:
+        return ()
+    if piece.count == 1:
+        return ((piece.local_offset, piece.remote_offset),)
+    return [
+        (piece.local_offset + item * piece.local_stride, piece.remote_offset + item * piece.remote_stride)
+        for item in range(piece.count)
+    ]
 
 
 def _placed(runs: Sequence[Run]) -> Iterable[tuple[Sequence[Run | Scatter], int, int]]:

@@ -14,6 +14,7 @@ import pytest
 from common.dataplane import tcp_caller, tcp_server
 from common.dataplane.port import DataPlaneError, Outcome, Quiescence, WriteGrant
 from common.dataplane.tcp import TcpDataPlane
+from common.dataplane.tcp_pieces import MOST_FEW
 from common.dataplane.tcp_remote import address_of
 from common.dataplane.tcp_wire import (
     HELLO,
@@ -126,6 +127,11 @@ def batch(*segments: tuple[int, int]) -> bytes:
     return encode_batch(len(segments), total) + b"".join(struct.pack("<QQ", *segment) for segment in segments)
 
 
+def among_many(segment: tuple[int, int]) -> bytes:
+    """A write of so many pieces that they are checked as columns, the last of them `segment`."""
+    return begin(num_first=MOST_FEW + 1) + batch(*[(0, 1)] * MOST_FEW, segment) + b"\x11" * (MOST_FEW + 128)
+
+
 GREETINGS = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -192,6 +198,14 @@ MESSAGES = {
     "larger than memory": begin() + batch((0, 2**63)) + b"\x11" * 64,
     "lengths add up to nothing": begin() + batch((0, 0)),
     "another total": begin() + encode_batch(1, 65) + struct.pack("<QQ", 0, 64) + b"\x11" * 65,
+    "beyond the end, among many": among_many((LENGTH - 63, 64)),
+    "wraps around, among many": among_many((2**64 - 64, 128)),
+    "wraps around by length, among many": among_many((64, 2**64 - 32)),
+    "larger than memory, among many": among_many((0, 2**63)),
+    "another total, among many": begin(num_first=MOST_FEW + 1)
+    + encode_batch(MOST_FEW + 1, MOST_FEW + 2)
+    + struct.pack("<QQ", 0, 1) * (MOST_FEW + 1)
+    + b"\x11" * (MOST_FEW + 2),
 }
 
 
