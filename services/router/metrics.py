@@ -1,6 +1,10 @@
 """What the router counts."""
 
+from typing import Final
+
 from common.runtime.metrics import PHASE_BUCKETS, TOKEN_BUCKETS, Metrics
+
+REPLAY_OUTCOMES: Final = ("news", "nothing_new", "unanswered", "lost")
 
 
 class RouterMetrics:
@@ -34,6 +38,8 @@ class RouterMetrics:
             "Times that a worker was asked for tokens that did not come, by what came of it: news, nothing_new, unanswered or lost.",
             ("outcome",),
         )
+        for outcome in REPLAY_OUTCOMES:  # shown as zero from the start, so that the first one is an increase
+            self.replays.labels(outcome)
         self.cancels = metrics.counter("router_cancels_total", "Attempts that were taken back.")
         self.connections = metrics.gauge("router_connections", "Connections of clients that are open.")
         self.unsent_bytes = metrics.gauge(

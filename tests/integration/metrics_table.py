@@ -29,6 +29,9 @@ port. All services also show `process_*` (CPU, memory, descriptors) of prometheu
 - Durations are histograms in seconds whose buckets resolve 0.1 ms to 10 minutes where they are part of a request.
 - `phase` is one of those in `contracts/phases.py`, which says what each means; `source_rank` is empty for all but `push`.
 - `code` is one of `contracts/errors.py`. `endpoint` is completions, chat, models, tokenize, detokenize or other.
+- `verb="replay"` of `pdmesh_rpc_handled_seconds` counts two things: tokens asked for again, and the word with which a router
+  lets workers forget an answer that it has in full, one or two for each request on a healthy mesh. How often tokens were
+  asked for again is `pdmesh_router_replays_total`.
 - Each process counts for itself: sum over workers.
 - Per request, the same figures stand in the events (`pdmesh timeline ID`), in the broker's line `handoff_finished` and in the
   router's line `request_finished`; events, lines and every message of a request carry its trace id (W3C Trace Context).

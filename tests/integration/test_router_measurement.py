@@ -51,6 +51,14 @@ async def token_by_token(mesh: Mesh, submit: SubmitRequest) -> None:
     await mesh.send(submit, count, [], final=True, num_tokens=count, finish_reason=FinishReason.STOP)
 
 
+async def test_counters_of_replays_begin_at_zero(tmp_path: Path) -> None:
+    """Every outcome is shown before it first happens, so that its first time is seen as an increase."""
+    async with router_world(tmp_path) as world:
+        text = await exposition(world)
+    for outcome in ("news", "nothing_new", "unanswered", "lost"):
+        assert f'pdmesh_router_replays_total{{outcome="{outcome}"}} 0.0\n' in text
+
+
 async def test_a_request_is_told_alike_by_its_line_and_by_the_histograms(tmp_path: Path) -> None:
     """Times, tokens and outcome of one request; no part is longer than the whole."""
     async with router_world(tmp_path) as world:
