@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_mesh(demo)
     timeline = commands.add_parser("timeline", help="show how a request went, from the event stream alone")
-    timeline.add_argument("name", metavar="HANDOFF|REQUEST")
+    timeline.add_argument("name", metavar="ID", help="of a completion (cmpl-...), a request or a handoff")
     events = commands.add_parser("events", help="follow what happens to handoffs and links")
     events.add_argument("--all", action="store_true", help="first show what the stream has kept")
     links = commands.add_parser("links", help="show how prefill and decode workers stand with each other, and why")

@@ -23,9 +23,9 @@ class NotReady(PdmeshError):  # noqa: N818 - a state of the service
 
 
 async def wait_ready(
-    url: str, *, timeout_s: float, clock: Clock, say: Callable[[str], None], detail: Callable[[], str] = str
+    url: str, *, who: str, timeout_s: float, clock: Clock, say: Callable[[str], None], detail: Callable[[], str] = str
 ) -> None:
-    """Return once `url` answers 200. Raises NotReady after `timeout_s`.
+    """Return once `url` answers 200. Raises NotReady after `timeout_s`. `who` is whose it is, for people.
 
     What it lacks is said whenever that changes, and every 10 s, followed by `detail()`.
     """
@@ -33,7 +33,7 @@ async def wait_ready(
     said, said_at = "", clock.monotonic()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session:
         while True:
-            lacking = await _ask(session, url)
+            lacking = await _ask(session, url, who)
             if lacking is None:
                 return
             if deadline.passed:
@@ -44,7 +44,7 @@ async def wait_ready(
             await clock.sleep(_POLL_S)
 
 
-async def _ask(session: aiohttp.ClientSession, url: str) -> str | None:
+async def _ask(session: aiohttp.ClientSession, url: str, who: str) -> str | None:
     """None when ready, else what is missing."""
     try:
         async with session.get(url) as response:
@@ -52,7 +52,7 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> str | None:
                 return None
             return lacks(await response.text())
     except (aiohttp.ClientError, TimeoutError):
-        return "it does not answer yet"
+        return f"{who} does not answer yet"
 
 
 def lacks(body: str) -> str:

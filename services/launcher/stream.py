@@ -49,7 +49,7 @@ async def read_all(bus: Bus) -> Told:
 
 async def read_handoffs(bus: Bus, name: str) -> Told:
     """The events of a handoff, or of each attempt of a request. None is no error. Raises InvalidValueError for a bad id."""
-    told = await _read(bus, subjects.handoff_events_filter(check_token("HANDOFF|REQUEST", name)))
+    told = await _read(bus, subjects.handoff_events_filter(check_token("ID", name)))
     if told.all or told.num_unreadable:
         return told
     events: list[MeshEvent] = []

@@ -131,7 +131,7 @@ def test_every_pair_has_a_line_and_a_reason_when_it_is_not_linked() -> None:
         *["prefill", "decode", "state", "since", "topology", "transport", "parts", "bytes/token", "state", "bytes"]
     ]
     assert first.split() == [
-        *["prefill-0", "decode-0", "linked", "2030-01-01T10:20:30", "tp2", "->", "tp1", "shm", "1,234"],
+        *["prefill-0", "decode-0", "linked", "2030-01-01T10:20:30Z", "tp2", "->", "tp1", "shm", "1,234"],
     ]
 
 

@@ -26,7 +26,7 @@ from services.launcher.mesh import Body, MeshRun, RunningMesh
 from services.launcher.plan import MeshPlan, MeshRequest, make_plan
 from services.launcher.ports import free_ports, is_free
 from services.launcher.settings import LauncherSettings, SettingsStructs
-from services.launcher.up import announcement
+from services.launcher.up import announcement, called_as
 
 _WORKER = """
 import json, pathlib, signal, sys
@@ -278,7 +278,15 @@ async def test_a_port_in_use_is_told_before_anything_starts(stage: _Stage) -> No
 def test_the_announcement_can_be_pasted() -> None:
     """It names the URL, a request, and where the events are, but no password."""
     mesh = RunningMesh(url="http://127.0.0.1:8000", nats_url="nats://me:word@host:4222", workers=(), logs=Path("/logs"))
-    text = announcement(mesh, "tiny")
+    text = announcement(mesh, "tiny", called_as(["/a place/bin/pdmesh"]))
     assert "curl -N http://127.0.0.1:8000/v1/chat/completions" in text
     assert "nats --server nats://host:4222 sub 'pd.v1.ev.>'" in text
+    assert "nats --server nats://host:4222 kv get PD_LEASES broker.0" in text
+    assert "nats --server nats://host:4222 kv watch PD_LINKS" in text
+    assert "  '/a place/bin/pdmesh' timeline ID --nats nats://host:4222" in text
     assert "word" not in text
+
+
+def test_a_module_is_called_again_as_a_module() -> None:
+    """`python -m services.launcher` has the path of its file as its name, which cannot be run."""
+    assert called_as(["/x/services/launcher/__main__.py"]).endswith(" -m services.launcher")

@@ -12,6 +12,7 @@ from aiohttp import web
 from common.runtime.clock import SystemClock
 from contracts.errors import PdmeshError
 from services.launcher.chat import ChatClient
+from services.launcher.ports import free_ports
 from services.launcher.readiness import NotReady, lacks, wait_ready
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -47,7 +48,9 @@ async def test_it_waits_and_says_what_is_missing_once(serve: Serve) -> None:
 
     said: list[str] = []
     url = await serve("/ready", handler)
-    await wait_ready(f"{url}/ready", timeout_s=30.0, clock=SystemClock(), say=said.append, detail=lambda: "loading")
+    await wait_ready(
+        f"{url}/ready", who="the router", timeout_s=30.0, clock=SystemClock(), say=said.append, detail=lambda: "loading"
+    )
     assert said == ["waiting: decode-0; loading", "waiting: x; loading"]
 
 
@@ -59,7 +62,7 @@ async def test_it_gives_up_and_says_why(serve: Serve) -> None:
 
     url = await serve("/ready", handler)
     with pytest.raises(NotReady, match="not ready after 0 s: prefill-0 is not linked to decode-0"):
-        await wait_ready(f"{url}/ready", timeout_s=0.0, clock=SystemClock(), say=lambda _text: None)
+        await wait_ready(f"{url}/ready", who="the router", timeout_s=0.0, clock=SystemClock(), say=lambda _text: None)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +135,16 @@ async def test_a_refusal_keeps_the_servers_words(serve: Serve) -> None:
     url = await serve("/v1/completions", handler)
     with pytest.raises(PdmeshError, match="answered 503: no route"):
         await _complete(url, prompt="x")
+
+
+async def test_who_does_not_answer_is_named() -> None:
+    """Nobody knows which of the mesh's processes "it" would be."""
+    (port,) = free_ports(1)
+    with pytest.raises(NotReady, match="not ready after 0 s: the router does not answer yet"):
+        await wait_ready(
+            f"http://127.0.0.1:{port}/ready",
+            who="the router",
+            timeout_s=0.0,
+            clock=SystemClock(),
+            say=lambda _text: None,
+        )

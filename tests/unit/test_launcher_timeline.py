@@ -193,7 +193,15 @@ def test_the_table_shows_phases_in_order_and_the_figures() -> None:
 def test_an_event_is_one_line_without_absent_fields() -> None:
     """What an event does not say is not shown."""
     line = render_event(_event(EventName.REQUEST_FINISHED, 50, "broker", num_tokens=1234, finish_reason="stop"))
-    assert line.endswith("r1-0  request_finished  broker-0  tokens=1,234  finish_reason=stop")
+    assert line.endswith("r1-0  request_finished  broker-0  output_tokens=1,234  finish_reason=stop")
+
+
+def test_an_events_numbers_say_what_they_count() -> None:
+    """Milliseconds of what, and which tokens, stands in the name of each number."""
+    reserved = _event(EventName.DECODE_RESERVED, 2, "broker", prepare_ms=0.5, rpc_ms=1.25, num_tokens=0)
+    assert render_event(reserved).endswith("prepare_ms=0.5  rpc_ms=1.2  cached_tokens=0")
+    assert render_event(_push(1, 3, 0, busy_ms=1.5)).partition("busy_ms=1.5")[1]
+    assert render_event(_event(EventName.LEDGER_CLOSED, 9, "broker", duration_ms=4.0)).endswith("ledger_ms=4.0")
 
 
 def test_phases_come_from_the_broker_in_their_order() -> None:

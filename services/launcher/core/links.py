@@ -65,7 +65,13 @@ def _row(pair: tuple[str, str], link: LinkRecord | None, alive: dict[str, Worker
     elif link.state is LinkState.MEETING and link.num_failures:
         reason = f"{link.num_failures} tries failed: {reason}"
     figures = (_count(link.num_parts), _count(link.token_bytes), _count(link.state_bytes))
-    return (*pair, link.state, link.since[:19], link.topology, link.transport, *figures), reason
+    return (*pair, link.state, _second(link.since), link.topology, link.transport, *figures), reason
+
+
+def _second(moment: str) -> str:
+    """An RFC 3339 moment without its fraction, and with its zone."""
+    zone = moment[19:].lstrip(".0123456789")
+    return moment[:19] + ("Z" if zone == "+00:00" else zone)
 
 
 def _is_about(link: LinkRecord, alive: dict[str, WorkerRecord]) -> bool:

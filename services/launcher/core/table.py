@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from contracts.events import HandoffEvent
+from contracts.events import EventName, HandoffEvent
 from contracts.phases import Phase
-from services.launcher.core.timeline import Timeline
+from services.launcher.core.timeline import TOKENS_OF, Timeline
 
 _HEAD = ("began at ms", "ms", "bytes", "parts", "phase", "where", "")
 _NUM_RIGHT = 4
+_DURATIONS = {
+    EventName.LAYER_COMPUTED: "compute_ms",
+    EventName.PART_PUSHED: "busy_ms",
+    EventName.RANK_PUSHED: "busy_ms",
+    EventName.PREFILL_FINISHED: "compute_ms",
+    EventName.LEDGER_CLOSED: "ledger_ms",
+}
 _MEANINGS = {
     Phase.PUSH: " (busy)",
     Phase.TAKEOVER_TOTAL: " (commit to first decode step)",
@@ -48,10 +55,14 @@ def render_event(event: HandoffEvent) -> str:
     """One event on one line, as `pdmesh events` prints it."""
     words = [event.at, event.handoff_id, event.event.value, event.instance or event.service]
     fields = (
-        ("ms", _number(event.duration_ms)),
+        (_DURATIONS.get(event.event, "duration_ms"), _number(event.duration_ms)),
+        ("prepare_ms", _number(event.prepare_ms)),
+        ("rpc_ms", _number(event.rpc_ms)),
+        ("enqueue_ms", _number(event.enqueue_ms)),
+        ("total_ms", _number(event.total_ms)),
         ("bytes", _count(event.num_bytes)),
         ("parts", _count(event.num_parts)),
-        ("tokens", _count(event.num_tokens)),
+        (f"{TOKENS_OF.get(event.event, 'all')}_tokens", _count(event.num_tokens)),
         ("layer", _count(event.layer)),
         ("role", event.role or ""),
         ("source_rank", _count(event.source_rank)),

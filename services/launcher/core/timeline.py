@@ -21,6 +21,14 @@ _SAME_CLOCK_NS: Final = 1_000_000_000
 _MS: Final = 1_000_000
 _PREPARE: Final = {EventName.PREFILL_STARTED: "queue", EventName.PREFILL_FINISHED: "queue"}
 _TOTAL: Final = {EventName.PREFILL_FINISHED: "queue and compute", EventName.TAKEN_OVER: "commit to first decode step"}
+TOKENS_OF: Final = {
+    EventName.REQUEST_SUBMITTED: "prompt",
+    EventName.DECODE_RESERVED: "cached",
+    EventName.PREFILL_STARTED: "prompt",
+    EventName.PREFILL_FINISHED: "computed",
+    **dict.fromkeys(_ENDS, "output"),
+}
+"""What the tokens are that an event counts."""
 BROKER: Final = "broker"
 
 
@@ -228,7 +236,7 @@ def _detail(event: HandoffEvent) -> str:
     if event.source_dp_rank or event.destination_dp_rank:
         words.append(f"replica {event.source_dp_rank or event.destination_dp_rank}")
     if event.num_tokens is not None:
-        words.append(f"{event.num_tokens} tokens")
+        words.append(f"{event.num_tokens} {TOKENS_OF.get(event.event, '')} tokens")
     if event.finish_reason is not None:
         words.append(event.finish_reason)
     if event.error is not None:
