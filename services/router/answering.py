@@ -15,6 +15,7 @@ from common.runtime.trace import current_trace
 from contracts.errors import ErrorInfo
 from contracts.openai import Usage
 from contracts.trace import TRACEPARENT
+from services.router.connection import Connection
 from services.router.core.answers import DONE, AnswerWriter, ChoicePiece, error_body, event
 from services.router.core.parameters import Ask
 from services.router.core.usage import UsageMeter
@@ -39,6 +40,10 @@ class Answer(Protocol):
 
     async def finish(self) -> web.StreamResponse:
         """Complete the answer."""
+        ...
+
+    def give_up(self) -> None:
+        """Count the client as one that does not read."""
         ...
 
     async def fail(self, error: ErrorInfo) -> web.StreamResponse:
@@ -101,6 +106,12 @@ class StreamedAnswer:
             self._cut()
             raise
         return self._response
+
+    def give_up(self) -> None:
+        """See `Answer.give_up`."""
+        connection = self._request.protocol
+        if isinstance(connection, Connection):
+            connection.give_up()
 
     async def fail(self, error: ErrorInfo) -> web.StreamResponse:
         """See `Answer.fail`. A client that does not read is cut off."""
@@ -177,6 +188,9 @@ class CollectedAnswer:
             for index, each in enumerate(self._choices)
         ]
         return web.Response(body=self._writer.whole(pieces, self._meter.usage), content_type="application/json")
+
+    def give_up(self) -> None:
+        """See `Answer.give_up`. It is written at once, at the end."""
 
     async def fail(self, error: ErrorInfo) -> web.StreamResponse:
         """See `Answer.fail`. It never begins, so there is nothing to break off."""

@@ -129,7 +129,6 @@ async def start(
             fleet=fleet,
             admission=admission,
             generator=generator,
-            metrics=metrics,
             clock=clock,
             log=log,
             entropy=entropy,

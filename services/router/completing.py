@@ -25,7 +25,6 @@ from services.router.dispatch import Job
 from services.router.fleet import Fleet
 from services.router.generation import Generator, Progress
 from services.router.interruption import Interruptible, SlowReaderError
-from services.router.metrics import RouterMetrics
 from services.router.model_directory import Model
 from services.router.settings import RouterSettings
 
@@ -45,7 +44,6 @@ class Completer:
     fleet: Fleet
     admission: Admission
     generator: Generator
-    metrics: RouterMetrics
     clock: Clock
     log: Log
     entropy: Callable[[int], bytes]
@@ -151,7 +149,7 @@ class Completer:
             raise error
         account.broke_off(error)
         if isinstance(error, SlowReaderError):
-            self.metrics.slow_readers.inc()
+            answer.give_up()
         return await answer.fail(error.info)
 
     def _reason(self, group: BaseExceptionGroup[BaseException], scope: Interruptible) -> PdmeshError:

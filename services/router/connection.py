@@ -44,6 +44,14 @@ class Connection(web.RequestHandler):
         self._stall_s = stall_s
         self._events = events
         self._stall: asyncio.TimerHandle | None = None
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """Count a client that does not read, once, whoever loses patience first: an answer that streams, or the connection."""
+        self._disarm()
+        if not self._given_up:
+            self._given_up = True
+            self._events.stalled()
 
     @property
     def num_unsent_bytes(self) -> int:
@@ -104,7 +112,7 @@ class Connection(web.RequestHandler):
     def _cut(self) -> None:
         self._stall = None
         if self.transport is not None:
-            self._events.stalled()
+            self.give_up()
             self.transport.abort()
 
     def _disarm(self) -> None:

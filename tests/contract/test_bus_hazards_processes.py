@@ -95,9 +95,11 @@ async def test_a_killed_peer_is_told_by_the_lack_of_responders(nats_server: Nats
 
 def test_every_service_ends_when_its_connection_is_closed_for_good() -> None:
     """Hazard 5: each root that connects a service hands over what ends the process."""
-    roots = [path for path in sorted((ROOT / "services").glob("*/app.py")) if "NatsBus.connect(" in path.read_text()]
-    roots.append(ROOT / "common" / "worker" / "app.py")
-    assert [path.parent.name for path in roots] == ["broker", "router", "worker"]
-    for path in roots:
-        (call,) = re.findall(r"NatsBus\.connect\((.*?)\n    \)", path.read_text(), re.DOTALL)
-        assert "on_closed=lifecycle.fail" in call, path
+    roots = [ROOT / "services" / "broker", ROOT / "services" / "router", ROOT / "common" / "worker"]
+    for root in roots:
+        text = (root / "app.py").read_text()
+        assert "await connect_for_life(" in text, root
+        assert "NatsBus.connect(" not in text, root
+    text = (ROOT / "common" / "bus" / "service_bus.py").read_text()
+    (call,) = re.findall(r"NatsBus\.connect\((.*?)\n    \)", text, re.DOTALL)
+    assert "on_closed=lifecycle.fail" in call

@@ -199,8 +199,7 @@ async def test_bytes_parts_and_tokens_agree_wherever_they_are_counted(watched: W
     assert first == pytest.approx(router["ttft_ms"] / 1e3, abs=1e-6)
     whole = watched.gain("router", "pdmesh_router_request_seconds_sum", **key)
     assert whole == pytest.approx(router["duration_ms"] / 1e3, abs=1e-6)
-    assert first <= whole
-    assert line["duration_ms"] <= router["duration_ms"]
+    assert first <= whole  # the broker may hear of the end after the client has: its own duration proves nothing here
 
 
 async def test_every_chunk_is_in_the_layers_times(watched: Watched) -> None:
