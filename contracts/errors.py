@@ -30,6 +30,8 @@ class ErrorCode(StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     WORKER_LOST = "worker_lost"
     WORKER_FAILED = "worker_failed"
+    PREEMPTED = "preempted"
+    CACHE_CORRUPT = "cache_corrupt"
     BUS_UNAVAILABLE = "bus_unavailable"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
@@ -61,6 +63,8 @@ ERROR_RULES: Final[dict[ErrorCode, ErrorRule]] = {
     ErrorCode.TRANSFER_FAILED: ErrorRule(503, retryable=True),
     ErrorCode.WORKER_LOST: ErrorRule(503, retryable=True),
     ErrorCode.WORKER_FAILED: ErrorRule(500, retryable=True),
+    ErrorCode.PREEMPTED: ErrorRule(503, retryable=True),
+    ErrorCode.CACHE_CORRUPT: ErrorRule(500, retryable=False),
     ErrorCode.BUS_UNAVAILABLE: ErrorRule(503, retryable=True),
     ErrorCode.DEADLINE_EXCEEDED: ErrorRule(504, retryable=False),
     ErrorCode.CANCELLED: ErrorRule(499, retryable=False),

@@ -20,11 +20,18 @@ class EventName(StrEnum):
     PART_PUSHED = "part_pushed"
     RANK_PUSHED = "rank_pushed"
     PREFILL_FINISHED = "prefill_finished"
+    REQUEST_LOCKED = "request_locked"
+    SHARD_PULL_STARTED = "shard_pull_started"
+    SHARD_PULLED = "shard_pulled"
+    SHARDS_MERGED = "shards_merged"
+    REQUEST_UNLOCKED = "request_unlocked"
     LEDGER_CLOSED = "ledger_closed"
     HANDOFF_COMMITTED = "handoff_committed"
     TAKEN_OVER = "taken_over"
     PREFILL_RELEASED = "prefill_released"
     DECODE_RELEASED = "decode_released"
+    HANDOFF_ADOPTED = "handoff_adopted"
+    PREEMPTED = "preempted"
     REQUEST_FINISHED = "request_finished"
     REQUEST_CANCELLED = "request_cancelled"
     REQUEST_FAILED = "request_failed"
@@ -39,6 +46,8 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     steps that `duration_ms` sums up; `started_ns` is then the start of the last one. Of a part that was pushed in several copies,
     `started_ns` is when the first of them began, `last_started_ns` when the last did, and `duration_ms` their sum.
     `trace_id` and `span_id` are those of the request's W3C trace and of the hop that tells.
+    `lock` is the number of the request's lock and `lock_holder` who has it; a pull waited `wait_ms` for its shards and merged one
+    role of them in `merge_ms`; `shard_state` is how the pull of one shard ended.
     Ranks are tensor-parallel ranks inside a replica; the replicas are named by `*_dp_rank`, which is absent for the first one.
     """
 
@@ -65,6 +74,12 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     first_token_rpc_ms: float | None = None
     num_bytes: int | None = None
     num_parts: int | None = None
+    lock: int | None = None
+    lock_holder: str | None = None
+    parallel: bool | None = None
+    wait_ms: float | None = None
+    merge_ms: float | None = None
+    shard_state: str | None = None
     num_chunks: int | None = None
     num_tokens: int | None = None
     layer: int | None = None

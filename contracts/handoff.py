@@ -12,6 +12,7 @@ from contracts.errors import ErrorInfo
 from contracts.ids import Token
 from contracts.manifest import Namespace, Role
 from contracts.numbers import Milliseconds, Whole
+from contracts.pull import PullEnded, RequestLock, ShardPull, Transfer
 from contracts.requests import FinishReason, Refused, Route, SamplingParams, WorkerRef
 
 GRANT_SECRET_BYTES: Final = 16
@@ -21,10 +22,13 @@ GrantSecret = Annotated[str, msgspec.Meta(pattern=f"^([0-9a-f]{{{2 * GRANT_SECRE
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to write one request's cache into one replica of a decode worker, the same on each of the replica's ranks.
+    """The right to touch one request's cache in one replica of a worker, the same on each of the replica's ranks.
+
+    Decode grants writing, before prefill runs; prefill grants reading, once the cache is complete.
 
     `dp_rank` says which replica. `block_ids` in the order of the sequence; `slot` is the row of its recurrent states. A
-    write is legal only while every touched cell of the region's header holds `generation`. `secret`, drawn at random for each
+    write or read is legal only while every touched cell of the region's header holds `generation`. A request that pulls states owns the
+    row `staging_row` of decode's staging memory under the same generation. `secret`, drawn at random for each
     reservation, proves to a receiver on another host that the writer was given the grant; it travels in messages alone,
     never in events, logs or the record of a handoff.
     """
@@ -35,6 +39,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     generation: Whole
     block_ids: tuple[Whole, ...]
     slot: Whole
+    staging_row: Whole | None = None
     secret: GrantSecret = ""
 
     def __repr__(self) -> str:
@@ -44,7 +49,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReserveDecode(Versioned, frozen=True, kw_only=True, tag="reserve_decode"):
-    """Broker to decode: set memory aside for prompt + max_tokens, before prefill runs."""
+    """Broker to decode: set memory aside for prompt + max_tokens, before prefill runs. See `SubmitRequest` for delivered tokens."""
 
     handoff_id: Token
     request_id: Token
@@ -56,22 +61,29 @@ class ReserveDecode(Versioned, frozen=True, kw_only=True, tag="reserve_decode"):
     num_prompt_tokens: Whole
     sampling: SamplingParams
     timeout_ms: Milliseconds
+    num_delivered_tokens: Whole = 0
 
 
 class Reserved(Versioned, frozen=True, kw_only=True, tag="reserved"):
-    """Decode to broker: the memory is there; the leading `num_cached_tokens` need not be sent."""
+    """Decode to broker: the memory is there; the leading `num_cached_tokens` need not be sent.
+
+    Decode will read the caches of the roles in `pulled` itself: prefill is not to push them. With `verify` it wants prefill's
+    digests, to hold them against what has arrived.
+    """
 
     handoff_id: Token
     grant: Grant
     num_cached_tokens: Whole
     prepare_ms: float
+    pulled: tuple[Role, ...] = ()
+    verify: bool = False
 
 
 ReserveAnswer: TypeAlias = Reserved | Refused
 
 
 class RunPrefill(Versioned, frozen=True, kw_only=True, tag="run_prefill"):
-    """Broker to prefill: compute the prompt, push its cache into the grant."""
+    """Broker to prefill: compute the prompt, push its cache into the grant, but for the roles in `pulled`: decode reads those."""
 
     handoff_id: Token
     request_id: Token
@@ -85,6 +97,9 @@ class RunPrefill(Versioned, frozen=True, kw_only=True, tag="run_prefill"):
     timeout_ms: Milliseconds
     grant: Grant
     num_cached_tokens: Whole
+    num_delivered_tokens: Whole = 0
+    pulled: tuple[Role, ...] = ()
+    verify: bool = False
 
 
 class RunMixed(Versioned, frozen=True, kw_only=True, tag="run_mixed"):
@@ -100,6 +115,7 @@ class RunMixed(Versioned, frozen=True, kw_only=True, tag="run_mixed"):
     prompt_hash: str
     sampling: SamplingParams
     timeout_ms: Milliseconds
+    num_delivered_tokens: Whole = 0
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -116,9 +132,11 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class PartsReport(Versioned, frozen=True, kw_only=True, tag="parts_report"):
-    """Prefill to broker: everything that one source rank has finished so far. Cumulative: the latest `revision` says it all.
+    """A worker to the broker: everything of one source rank that has arrived so far. Cumulative: the latest `revision` says it all.
 
-    `source_rank` is a tensor-parallel rank of the replica `source_dp_rank`, the one that computes the prompt.
+    `source_rank` is a tensor-parallel rank of the replica `source_dp_rank`, the one that computes the prompt. Prefill reports
+    what its rank has pushed; decode, with `transfer` pull, what its ranks have read from that rank and merged, and how far the
+    `shards` of that rank are. `incarnation` is the reporting worker's, `push_ms` the time that the copies took.
     """
 
     handoff_id: Token
@@ -129,25 +147,41 @@ class PartsReport(Versioned, frozen=True, kw_only=True, tag="parts_report"):
     parts: tuple[PartDone, ...]
     num_bytes: Whole
     push_ms: float
+    transfer: Transfer = Transfer.PUSH
+    shards: tuple[ShardPull, ...] = ()
 
 
 class QueryParts(Versioned, frozen=True, kw_only=True, tag="query_parts"):
-    """Broker to prefill: report all parts again (verb `parts`); a report may have been lost."""
+    """Broker to either worker: report all parts again (verb `parts`); a report may have been lost."""
 
     handoff_id: Token
 
 
 class PartsAnswer(Versioned, frozen=True, kw_only=True, tag="parts_answer"):
-    """One report for each source rank that has any."""
+    """One report for each source rank that has any. `finished` is prefill's end, `pull_ended` decode's, once there is one."""
 
     handoff_id: Token
     reports: tuple[PartsReport, ...]
+    finished: PrefillFinished | None = None
+    pull_ended: PullEnded | None = None
+
+
+class PartDigest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The digest of one part's bytes: 16 hexadecimal digits. How it is made is in `common.layout.digest`."""
+
+    namespace: Namespace
+    role: Role
+    layer: Whole
+    source_rank: Whole
+    destination_rank: Whole
+    digest: str
 
 
 class PrefillFinished(Versioned, frozen=True, kw_only=True, tag="prefill_finished"):
     """Prefill to broker: the prompt is computed.
 
     With a `finish_reason` the first token ended the request, with an `error` the prefill failed: then there is no commit.
+    `source` is the right to read its cache, where decode pulls; `digests` are those of every part, where decode verifies.
     """
 
     handoff_id: Token
@@ -158,10 +192,26 @@ class PrefillFinished(Versioned, frozen=True, kw_only=True, tag="prefill_finishe
     num_cached_tokens: Whole = 0
     queue_ms: float = 0.0
     compute_ms: float = 0.0
+    source: Grant | None = None
+    digests: tuple[PartDigest, ...] = ()
+
+
+class PullHandoff(Versioned, frozen=True, kw_only=True, tag="pull_handoff"):
+    """Broker to decode: read the roles that you wanted to pull, under the request's lock number `lock` (verb `pull`).
+
+    Idempotent by handoff id and `lock`: one pull of a request at a time, and a lower number than the last is refused.
+    """
+
+    handoff_id: Token
+    incarnation: Token
+    fence: Whole
+    lock: Whole
+    source: Grant
+    timeout_ms: Milliseconds
 
 
 class CommitHandoff(Versioned, frozen=True, kw_only=True, tag="commit_handoff"):
-    """Broker to decode: the ledger is closed and the request is yours. Idempotent by handoff id."""
+    """Broker to decode: the ledger is closed and the request is yours. Idempotent by handoff id. `digests` are to be verified before."""
 
     handoff_id: Token
     incarnation: Token
@@ -169,6 +219,7 @@ class CommitHandoff(Versioned, frozen=True, kw_only=True, tag="commit_handoff"):
     first_token: Whole
     num_cached_tokens: Whole
     timeout_ms: Milliseconds
+    digests: tuple[PartDigest, ...] = ()
 
 
 class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
@@ -243,12 +294,26 @@ class HandoffState(StrEnum):
         return self in {HandoffState.FINISHED, HandoffState.CANCELLED, HandoffState.FAILED}
 
 
+class SourceProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of what one source rank owes by one way has arrived: `num_done` of `num_parts` parts in full."""
+
+    transfer: Transfer
+    source_rank: Whole
+    num_parts: Whole
+    num_done: Whole
+    num_bytes: Whole
+
+
 class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", omit_defaults=True):
     """The durable truth about one handoff: the value of its key in `PD_HANDOFFS`. Messages are hints, this decides.
 
     It holds what another broker needs to send any message of the handoff again. `num_cached_tokens` were at decode before
     (they came with the grant), `num_prefill_cached_tokens` at prefill (they come with its end). `traceparent` is the W3C trace of
     the broker's hop.
+
+    Who owns what: `grant` names the blocks, the slot and the staging row at decode and their generation, `source` those at prefill
+    that decode may read; `lock` is held while decode pulls, `shards` say how far each pull is, `progress` how much has arrived.
+    These are written with the transitions, not with every part.
     """
 
     handoff_id: Token
@@ -263,10 +328,31 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
     sampling: SamplingParams
     deadline_at: str
     traceparent: str = ""
+    router_incarnation: Token | None = None
+    num_delivered_tokens: Whole = 0
     grant: Grant | None = None
     num_cached_tokens: Whole = 0
+    pulled: tuple[Role, ...] = ()
+    verify: bool = False
+    source: Grant | None = None
+    lock: RequestLock | None = None
+    shards: tuple[ShardPull, ...] = ()
+    progress: tuple[SourceProgress, ...] = ()
     first_token: Whole | None = None
     num_prefill_cached_tokens: Whole = 0
     num_tokens: Whole = 0
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
+
+
+class ListHandoffs(Versioned, frozen=True, kw_only=True, tag="list_handoffs"):
+    """A new broker leader to a worker: which handoffs do you hold anything of (verb `handoffs`)? It names its `fence`."""
+
+    fence: Whole
+
+
+class HandoffList(Versioned, frozen=True, kw_only=True, tag="handoff_list"):
+    """A worker's answer."""
+
+    incarnation: Token
+    handoff_ids: tuple[Token, ...]

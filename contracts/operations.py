@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from contracts import events, handoff, leases, links, requests, workers
+from contracts import events, handoff, leases, links, pull, requests, routers, show, workers
 from contracts.codec import Versioned
 from contracts.subjects import TABLE, BrokerVerb, SubjectRow, WorkerVerb
 from contracts.workers import WorkerRole
@@ -112,6 +112,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         message=handoff.ReserveDecode,
         answers=(handoff.Reserved, requests.Refused),
     ),
+    _worker_call(WorkerVerb.PULL, WorkerRole.DECODE, senders=_BROKER, message=handoff.PullHandoff),
     _worker_call(WorkerVerb.COMMIT, WorkerRole.DECODE, senders=_BROKER, message=handoff.CommitHandoff),
     _worker_call(
         WorkerVerb.RELEASE,
@@ -130,6 +131,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _worker_call(
         WorkerVerb.PARTS,
         WorkerRole.PREFILL,
+        WorkerRole.DECODE,
         senders=_BROKER,
         message=handoff.QueryParts,
         answers=(handoff.PartsAnswer, requests.Refused),
@@ -148,6 +150,20 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         message=workers.ScanWorker,
         answers=(workers.WorkerScan, requests.Refused),
     ),
+    _worker_call(
+        WorkerVerb.SET,
+        *WorkerRole,
+        senders=(),
+        message=workers.SetWorker,
+        answers=(workers.SettingChanged, workers.SetRefused, requests.Refused),
+    ),
+    _worker_call(
+        WorkerVerb.HANDOFFS,
+        *WorkerRole,
+        senders=_BROKER,
+        message=handoff.ListHandoffs,
+        answers=(handoff.HandoffList, requests.Refused),
+    ),
     _broker_call(BrokerVerb.SUBMIT, Service.ROUTER, message=requests.SubmitRequest),
     _broker_call(BrokerVerb.CANCEL, Service.ROUTER, message=requests.CancelRequest),
     _broker_call(
@@ -157,13 +173,15 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         answers=(requests.TokenFrame, requests.Accepted, requests.Refused),
     ),
     _broker_call(BrokerVerb.PING, Service.ROUTER, message=requests.Ping, answers=(requests.Pong, requests.Refused)),
+    _broker_call(BrokerVerb.SHOW, message=show.ShowHandoff, answers=(show.HandoffView, requests.Refused)),
+    _broker_call(BrokerVerb.PULL_ENDED, Service.DECODE, message=pull.PullEnded),
     _broker_call(BrokerVerb.PREFILL_FINISHED, Service.PREFILL, message=handoff.PrefillFinished),
     _broker_call(BrokerVerb.TAKEN_OVER, Service.DECODE, message=handoff.TakenOver),
     _broker_call(BrokerVerb.ENDED, *_GENERATING, message=handoff.RequestEnded),
     Operation(
         name="report_parts",
         row="parts done",
-        senders=(Service.PREFILL,),
+        senders=(Service.PREFILL, Service.DECODE),
         receivers=_BROKER,
         messages=(handoff.PartsReport,),
     ),
@@ -196,6 +214,14 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         receivers=(Service.ROUTER, Service.BROKER, Service.PREFILL),
         messages=(workers.WorkerRecord,),
         key="{worker}",
+    ),
+    Operation(
+        name="keep_router",
+        row="routers",
+        senders=(Service.ROUTER,),
+        receivers=(Service.BROKER, *_WORKERS),
+        messages=(routers.RouterRecord,),
+        key="{router}",
     ),
     Operation(
         name="keep_link",

@@ -75,7 +75,12 @@ class PromptFrame(Versioned, frozen=True, kw_only=True, tag="prompt_frame"):
 
 
 class SubmitRequest(Versioned, frozen=True, kw_only=True, tag="submit_request"):
-    """The router asks the broker to serve one attempt of a request."""
+    """The router asks the broker to serve one attempt of a request.
+
+    The last `num_delivered_tokens` of the prompt are tokens that an earlier attempt has generated and the client has: the stream
+    goes on behind them. `sampling.max_tokens` and `min_tokens` count what is left. With the end of the lease of
+    `router_incarnation` nobody waits any more.
+    """
 
     handoff_id: Token
     request_id: Token
@@ -86,6 +91,8 @@ class SubmitRequest(Versioned, frozen=True, kw_only=True, tag="submit_request"):
     prompt_hash: str
     sampling: SamplingParams
     timeout_ms: Milliseconds
+    num_delivered_tokens: Whole = 0
+    router_incarnation: Token | None = None
 
 
 class CancelRequest(Versioned, frozen=True, kw_only=True, tag="cancel_request"):
@@ -138,7 +145,7 @@ class TokenFrame(Versioned, frozen=True, kw_only=True, tag="token_frame", omit_d
 
     `index` is the position among the generated tokens of the first of `token_ids`; frames may repeat or arrive late, the
     router keeps a contiguous stream. The last frame has `final` set, with `num_tokens` generated in all and either a
-    `finish_reason` or an `error`.
+    `finish_reason` or an `error`. Tokens of earlier attempts count: those of an attempt begin at its `num_delivered_tokens`.
     """
 
     handoff_id: Token

@@ -13,6 +13,7 @@ PREFIX: Final = "pd.v1"
 
 WORKERS_BUCKET: Final = "PD_WORKERS"
 HANDOFFS_BUCKET: Final = "PD_HANDOFFS"
+ROUTERS_BUCKET: Final = "PD_ROUTERS"
 LEASES_BUCKET: Final = "PD_LEASES"
 LINKS_BUCKET: Final = "PD_LINKS"
 EVENTS_STREAM: Final = "PD_EVENTS"
@@ -27,12 +28,15 @@ class WorkerVerb(StrEnum):
     PROMPT = "prompt"
     RUN = "run"
     RESERVE = "reserve"
+    PULL = "pull"
     COMMIT = "commit"
     RELEASE = "release"
     DESCRIBE = "describe"
     PARTS = "parts"
     REPLAY = "replay"
     SCAN = "scan"
+    SET = "set"
+    HANDOFFS = "handoffs"
 
 
 class BrokerVerb(StrEnum):
@@ -40,10 +44,12 @@ class BrokerVerb(StrEnum):
 
     SUBMIT = "submit"
     PREFILL_FINISHED = "prefill_finished"
+    PULL_ENDED = "pull_ended"
     TAKEN_OVER = "taken_over"
     ENDED = "ended"
     CANCEL = "cancel"
     OUTCOME = "outcome"
+    SHOW = "show"
     PING = "ping"
 
 
@@ -64,6 +70,7 @@ TABLE: Final[tuple[SubjectRow, ...]] = (
     SubjectRow("inspection", f"{PREFIX}.ev.{{service}}.{{handoff}}.{{event}}", f"JetStream {EVENTS_STREAM}"),
     SubjectRow("inspection of links", f"{PREFIX}.ev.{{service}}.{{link}}.{{event}}", f"JetStream {EVENTS_STREAM}"),
     SubjectRow("workers", WORKERS_BUCKET, "KV, one key a worker"),
+    SubjectRow("routers", ROUTERS_BUCKET, "KV, one key a router"),
     SubjectRow("links", LINKS_BUCKET, "KV, one key a pair: {prefill}.{decode}"),
     SubjectRow("handoff state", HANDOFFS_BUCKET, "KV, one key a handoff"),
     SubjectRow("who leads", LEASES_BUCKET, "KV, one key a broker partition"),

@@ -107,6 +107,28 @@ class DescribeRefused(Versioned, frozen=True, kw_only=True, tag="describe_refuse
     error: ErrorInfo
 
 
+class SetWorker(Versioned, frozen=True, kw_only=True, tag="set_worker"):
+    """An operator to a worker: change a setting that may change while it runs (verb `set`). `value` as on a command line."""
+
+    key: str
+    value: str
+
+
+class SettingChanged(Versioned, frozen=True, kw_only=True, tag="setting_changed"):
+    """It holds from now on."""
+
+    worker_id: Token
+    key: str
+    before: str
+    value: str
+
+
+class SetRefused(Versioned, frozen=True, kw_only=True, tag="set_refused"):
+    """Nothing was changed: an unknown setting, one that needs a restart, or a value that breaks its rule."""
+
+    error: ErrorInfo
+
+
 class ScanWorker(Versioned, frozen=True, kw_only=True, tag="scan_worker"):
     """Ask a worker to look at what it really holds (verb `scan`): block tables and kernel objects, not its counters."""
 

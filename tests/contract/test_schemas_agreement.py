@@ -14,8 +14,9 @@ from common.schemas.json_schema import bus_schemas, rank_schemas, tag_of
 from contracts import codec, rank
 from contracts.codec import SCHEMA_VERSION, Versioned
 from contracts.errors import CodecError
-from tests.contract.golden_messages import BUS_MESSAGES, FOLDER, RANK_MESSAGES
+from tests.contract.golden_messages import FOLDER
 from tests.contract.golden_messages import tag_of as tag_of_message
+from tests.contract.golden_samples import BUS_MESSAGES, RANK_MESSAGES
 
 BUS = {tag: Draft202012Validator(schema) for tag, schema in bus_schemas().items()}
 RANKS = {tag: Draft202012Validator(schema) for tag, schema in rank_schemas().items()}

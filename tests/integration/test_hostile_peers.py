@@ -22,7 +22,7 @@ from contracts.requests import Refused, TokenFrame
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
 from services.broker.settings import BrokerSettings
-from tests.contract.golden_messages import BUS_MESSAGES
+from tests.contract.golden_samples import BUS_MESSAGES
 from tests.integration.hostile_mesh import (
     HostileMesh,
     expected,

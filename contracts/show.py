@@ -1,0 +1,45 @@
+"""One handoff as people see it: everything that the broker knows, and what each worker holds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from contracts.codec import Versioned
+from contracts.handoff import HandoffRecord
+from contracts.ids import Token
+from contracts.manifest import Namespace, Role
+from contracts.numbers import Whole
+from contracts.pull import Transfer
+
+
+class ShowHandoff(Versioned, frozen=True, kw_only=True, tag="show_handoff"):
+    """Anybody to the broker: show all that is known of a handoff (verb `show`)."""
+
+    handoff_id: Token
+
+
+class PartView(msgspec.Struct, frozen=True, kw_only=True):
+    """One planned part: what is owed, and what of it has arrived, as ranges `[start, end)`."""
+
+    namespace: Namespace
+    role: Role
+    layer: Whole
+    source_rank: Whole
+    destination_rank: Whole
+    transfer: Transfer
+    owed: tuple[tuple[Whole, Whole], ...]
+    done: tuple[tuple[Whole, Whole], ...]
+
+
+class HandoffView(Versioned, frozen=True, kw_only=True, tag="handoff_view"):
+    """The broker's answer: the record as it is in memory, every part, and which workers may still hold something.
+
+    `told` are the roles that were told of the request, `settled` those that hold nothing of it any more. `num_parts` counts all;
+    `parts` are the first of them that are not complete, then the others, as many as a message carries.
+    """
+
+    record: HandoffRecord
+    parts: tuple[PartView, ...]
+    num_parts: Whole
+    told: tuple[str, ...]
+    settled: tuple[str, ...]
