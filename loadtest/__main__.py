@@ -13,6 +13,7 @@ from common.runtime.clock import SystemClock
 from common.runtime.settings import SettingsError
 from contracts.errors import InvalidValueError, PdmeshError
 from loadtest.arguments import parser
+from loadtest.control import run_control
 from loadtest.dataplane import run_dataplane
 from loadtest.handoff import Say, run_contract, run_handoff
 from loadtest.memory import run_memory
@@ -20,6 +21,7 @@ from loadtest.overlap import run_overlap
 from loadtest.recall_run import run_recall
 from loadtest.report import EXIT_FAILED, Machine, Report
 from loadtest.settings import (
+    ControlSettings,
     DataPlaneSettings,
     LoadSettings,
     MemorySettings,
@@ -40,6 +42,7 @@ _SETTINGS: Final[dict[str, Callable[..., Settings]]] = {
     "dataplane": DataPlaneSettings,
     "overlap": OverlapSettings,
     "memory": MemorySettings,
+    "control": ControlSettings,
 }
 
 
@@ -89,6 +92,8 @@ async def _run(settings: MeshSettings, report: Report, command: str, say: Say) -
                     await run_overlap(settings, report, clock, say)
                 case MemorySettings():
                     await run_memory(settings, report, clock, say)
+                case ControlSettings():
+                    await run_control(settings, report, clock, say)
                 case LoadSettings() if command == "contract":
                     await run_contract(settings, report, clock, say)
                 case LoadSettings():

@@ -42,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     _add_overlap(overlap)
     memory = commands.add_parser("memory", help="whether any process grows over thousands of requests")
     _add_memory(memory)
+    control = commands.add_parser("control", help="handoffs a second through one broker, and what it adds to each")
+    _add_control(control)
     return root
 
 
@@ -157,6 +159,23 @@ def _add_memory(command: argparse.ArgumentParser) -> None:
     _seconds(command, "--warm-up-seconds", "warm_up_s", 60.0)
     _integer(command, "--sample-every", "sample_every", 50, "requests between two looks at the processes")
     _integer(command, "--concurrency", "concurrency", 8, "requests under way at once")
+
+
+def _add_control(command: argparse.ArgumentParser) -> None:
+    _add_json(command)
+    command.add_argument(
+        "--in-flight",
+        type=_lengths,
+        default=(1, 16, 64, 256),
+        metavar="N,N",
+        help="handoffs under way at once (default: 1,16,64,256)",
+    )
+    _integer(command, "--handoffs", "num_handoffs", 2000, "handoffs at each number in flight")
+    command.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="a setting of the broker"
+    )
+    _seconds(command, "--request-timeout", "request_timeout_s", 30.0)
+    _seconds(command, "--time-limit", "time_limit_s", 600.0)
 
 
 def _add_common(command: argparse.ArgumentParser, *, concurrency: int, num_rounds: int, time_limit_s: float) -> None:

@@ -244,8 +244,28 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-MeshSettings: TypeAlias = LoadSettings | RecallSettings | OverlapSettings | MemorySettings
-"""What a command is told that loads meshes."""
+class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `control` is told: `num_handoffs` at each number of them `in_flight`, through one broker with its settings `overrides`."""
+
+    in_flight: tuple[int, ...]
+    num_handoffs: int
+    overrides: tuple[str, ...]
+    request_timeout_s: float
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidValueError` that names the first value that is not legal."""
+        if not self.in_flight or len(set(self.in_flight)) != len(self.in_flight):
+            raise InvalidValueError(field="in_flight", value=self.in_flight, rule="one number or more, each once")
+        for each in self.in_flight:
+            check_least("in_flight", each, 1)
+        check_least("handoffs", self.num_handoffs, max(self.in_flight))
+        for name in ("request_timeout_s", "time_limit_s"):
+            check_above_zero(name, getattr(self, name))
+
+
+MeshSettings: TypeAlias = LoadSettings | RecallSettings | OverlapSettings | MemorySettings | ControlSettings
+"""What a command is told that runs on an event loop."""
 Settings: TypeAlias = MeshSettings | DataPlaneSettings
 """What any of the commands is told."""
 

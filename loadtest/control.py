@@ -1,0 +1,357 @@
+"""`control`: what one broker can take. Handoffs whose workers answer at once, so many in flight, beside the bus alone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import structlog
+
+from common.bus.errors import BusError
+from common.bus.nats import NatsBus
+from common.bus.port import Bucket, Bus
+from common.bus.server import NatsServer
+from common.bus.storage import handoffs_config
+from common.runtime.clock import Clock, Deadline
+from common.runtime.settings import environment
+from contracts import ids, subjects
+from contracts.codec import decode, encode
+from contracts.errors import PdmeshError
+from contracts.handoff import CommitHandoff, ReleaseHandoff, ReserveDecode, RunPrefill
+from contracts.requests import (
+    Accepted,
+    DisaggregatedRoute,
+    Ping,
+    Pong,
+    Refused,
+    SamplingParams,
+    SubmitRequest,
+    TokenFrame,
+)
+from contracts.subjects import BrokerVerb, WorkerVerb
+from contracts.workers import WorkerRole
+from loadtest.control_workers import DECODE, FIRST_TOKEN, PREFILL, grant_for
+from loadtest.handoff import Say
+from loadtest.processes import usage
+from loadtest.report import Report, Table, number, percent
+from loadtest.settings import ControlSettings
+from loadtest.statistics import Spread, spread
+from services.launcher.child import Child, ChildSpec, tail
+
+RATE_AIM: Final = 2000.0
+GROWTH_AIM: Final = 0.01
+_ROUTER: Final = "router-0"
+_SAMPLING: Final = SamplingParams(max_tokens=2, seed=1)
+_NUM_PROMPT_TOKENS: Final = 40
+_START_S: Final = 30.0
+_DRAIN_S: Final = 5.0
+_POLL_S: Final = 0.05
+_SETTLE_S: Final = 1.0
+_KEEP_ENDED_S: Final = 2.0
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen with so many handoffs in flight. Times in ms; CPU in ms of the broker's process a handoff; memory in bytes."""
+
+    num_in_flight: int
+    num_handoffs: int
+    rate: float
+    whole: Spread
+    bus_alone: Spread
+    broker_cpu_ms: float
+    bytes_before: int
+    bytes_in_flight: int
+    bytes_after: int
+
+    @property
+    def added_p50(self) -> float:
+        """What the broker adds to the bare messages, in the middle."""
+        return self.whole.p50 - self.bus_alone.p50
+
+    @property
+    def added_p99(self) -> float:
+        """The same for one in a hundred."""
+        return self.whole.p99 - self.bus_alone.p99
+
+    @property
+    def bytes_each(self) -> float:
+        """Memory of one handoff in flight."""
+        return max(0, self.bytes_in_flight - self.bytes_before) / self.num_in_flight
+
+
+class Submitter:
+    """The router's part: submits, and waits for the final frame."""
+
+    def __init__(self, bus: Bus, clock: Clock, timeout_s: float) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._waiting: dict[str, asyncio.Future[TokenFrame]] = {}
+        self._numbers = itertools.count()
+        self._start = ids.request_id(os.urandom(ids.ENTROPY_BYTES))
+
+    async def listen(self) -> None:
+        """Take the frames, for ever."""
+        async with await self._bus.subscribe(subjects.tokens_filter(_ROUTER)) as subscription:
+            async for message in subscription:
+                frame = decode(message.data, TokenFrame)
+                waiting = self._waiting.get(frame.handoff_id)
+                if waiting is not None and not waiting.done() and frame.final:
+                    waiting.set_result(frame)
+
+    def request(self) -> SubmitRequest:
+        """The next request."""
+        request_id = f"{self._start}{next(self._numbers)}"
+        return SubmitRequest(
+            handoff_id=ids.handoff_id(request_id, 0),
+            request_id=request_id,
+            attempt=0,
+            router_id=_ROUTER,
+            route=DisaggregatedRoute(prefill=PREFILL, decode=DECODE),
+            num_prompt_tokens=_NUM_PROMPT_TOKENS,
+            prompt_hash="h",
+            sampling=_SAMPLING,
+            timeout_ms=round(self._timeout_s * 1e3),
+        )
+
+    async def hand_off(self) -> float:
+        """One handoff through the broker; returns its ms, from the submit to the final frame. Raises `PdmeshError`."""
+        submit = self.request()
+        waiting = self._waiting[submit.handoff_id] = asyncio.get_running_loop().create_future()
+        began = self._clock.monotonic()
+        try:
+            await _ask(self._bus, subjects.broker_rpc(BrokerVerb.SUBMIT), submit, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                frame = await waiting
+        finally:
+            del self._waiting[submit.handoff_id]
+        if frame.error is not None:
+            raise PdmeshError.from_info(frame.error)
+        return (self._clock.monotonic() - began) * 1e3
+
+    async def pass_by(self, bucket: Bucket) -> float:
+        """The same messages without a broker: three requests to workers, the record written twice; returns the ms."""
+        submit = self.request()
+        began = self._clock.monotonic()
+        revision = await bucket.create(f"bare-{submit.handoff_id}", encode(submit))
+        common: dict[str, Any] = {
+            "handoff_id": submit.handoff_id,
+            "request_id": submit.request_id,
+            "attempt": 0,
+            "router_id": "nobody",
+            "fence": 1,
+            "num_prompt_tokens": submit.num_prompt_tokens,
+            "sampling": submit.sampling,
+            "timeout_ms": submit.timeout_ms,
+        }
+        reserve = ReserveDecode(**common, incarnation=DECODE.incarnation, source=PREFILL)
+        run = RunPrefill(
+            **common, incarnation=PREFILL.incarnation, prompt_hash="h", grant=grant_for(reserve), num_cached_tokens=0
+        )
+        commit = CommitHandoff(
+            handoff_id=submit.handoff_id,
+            incarnation=DECODE.incarnation,
+            fence=1,
+            first_token=FIRST_TOKEN,
+            num_cached_tokens=0,
+            timeout_ms=submit.timeout_ms,
+        )
+        await self._ask_worker(WorkerRole.DECODE, DECODE.worker_id, WorkerVerb.RESERVE, reserve)
+        await self._ask_worker(WorkerRole.PREFILL, PREFILL.worker_id, WorkerVerb.RUN, run)
+        await bucket.update(f"bare-{submit.handoff_id}", encode(submit), revision)
+        await self._ask_worker(WorkerRole.DECODE, DECODE.worker_id, WorkerVerb.COMMIT, commit)
+        return (self._clock.monotonic() - began) * 1e3
+
+    async def _ask_worker(self, role: WorkerRole, worker: str, verb: WorkerVerb, message: msgspec.Struct) -> None:
+        await self._bus.request(subjects.worker_rpc(role, worker, verb), encode(message), timeout=self._timeout_s)
+
+
+async def run_control(settings: ControlSettings, report: Report, clock: Clock, say: Say) -> None:
+    """Measure one broker at every number of handoffs in flight, and fill the report."""
+    levels: list[Level] = []
+    with tempfile.TemporaryDirectory(prefix="pdmesh-control-") as folder:
+        async with _control_plane(settings, Path(folder), clock) as (bus, group, broker):
+            submitter = Submitter(bus, clock, settings.request_timeout_s)
+            listening = group.create_task(submitter.listen(), name="frames")
+            bucket = await bus.ensure_bucket(handoffs_config(60.0))
+            for num_in_flight in settings.in_flight:
+                levels.append(await _measure(settings, num_in_flight, submitter, bucket, broker.pid, clock))
+                say(f"{num_in_flight} in flight: {levels[-1].rate:.0f} handoffs/s")
+            listening.cancel()
+    report_control(report, levels)
+
+
+async def _measure(  # noqa: PLR0917 - who measures what, with how many
+    settings: ControlSettings, num_in_flight: int, submitter: Submitter, bucket: Bucket, pid: int, clock: Clock
+) -> Level:
+    async def bare() -> float:
+        return await submitter.pass_by(bucket)
+
+    await _load(submitter.hand_off, num_in_flight, num_in_flight)  # warm
+    await clock.sleep(_KEEP_ENDED_S + _SETTLE_S)
+    before = await asyncio.to_thread(usage, pid)
+    cpu_before, began = _cpu_s(pid), clock.monotonic()
+    seen: list[int] = []
+
+    async def watched() -> float:
+        took = await submitter.hand_off()
+        if len(seen) < settings.num_handoffs and len(seen) % max(1, settings.num_handoffs // 4) == 1:
+            seen.append((await asyncio.to_thread(usage, pid)).own_bytes)
+        else:
+            seen.append(0)
+        return took
+
+    times = await _load(watched, settings.num_handoffs, num_in_flight)
+    took_s, cpu_s = clock.monotonic() - began, _cpu_s(pid) - cpu_before
+    await clock.sleep(_KEEP_ENDED_S + _SETTLE_S)
+    after = await asyncio.to_thread(usage, pid)
+    alone = await _load(bare, max(num_in_flight, settings.num_handoffs // 4), num_in_flight)
+    whole_spread, bare_spread = spread(times), spread(alone)
+    if whole_spread is None or bare_spread is None:
+        raise PdmeshError("no handoff was measured")
+    return Level(
+        num_in_flight=num_in_flight,
+        num_handoffs=settings.num_handoffs,
+        rate=settings.num_handoffs / took_s,
+        whole=whole_spread,
+        bus_alone=bare_spread,
+        broker_cpu_ms=cpu_s * 1e3 / settings.num_handoffs,
+        bytes_before=before.own_bytes,
+        bytes_in_flight=max([before.own_bytes, *seen]),
+        bytes_after=after.own_bytes,
+    )
+
+
+async def _load(work: Callable[[], Awaitable[float]], count: int, num_in_flight: int) -> list[float]:
+    """`count` times `work`, never more than `num_in_flight` at once."""
+    left = itertools.count(1)
+    times: list[float] = []
+
+    async def worker() -> None:
+        while next(left) <= count:
+            times.append(await work())
+
+    async with asyncio.TaskGroup() as group:
+        for number_ in range(num_in_flight):
+            group.create_task(worker(), name=f"load-{number_}")
+    return times
+
+
+@asynccontextmanager
+async def _control_plane(
+    settings: ControlSettings, folder: Path, clock: Clock
+) -> AsyncIterator[tuple[Bus, asyncio.TaskGroup, Child]]:
+    """A server, a broker process and a process of instant workers; all end with the context."""
+    server = NatsServer(folder / "nats")
+    await asyncio.to_thread(server.start)
+    children: list[Child] = []
+    try:
+        options = [f"nats_url={server.url}", f"keep_ended_s={_KEEP_ENDED_S}", *settings.overrides]
+        broker = ("-m", "services.broker", *(word for each in options for word in ("--set", each)))
+        for name, command in (("workers", ("-m", "loadtest.control_workers", server.url)), ("broker", broker)):
+            spec = ChildSpec(
+                name=name,
+                command=(sys.executable, *command),
+                environ=environment(),
+                log=folder / f"{name}.log",
+                stage=0,
+                drain_s=_DRAIN_S,
+            )
+            children.append(await Child.start(spec))
+        async with asyncio.TaskGroup() as group:
+            bus = await NatsBus.connect(server.url, name=_ROUTER, tasks=group, clock=clock, log=structlog.get_logger())
+            try:
+                await _wait_ready(bus, children, Deadline.after(clock, _START_S), clock)
+                yield bus, group, children[-1]
+            finally:
+                await bus.close()
+    finally:
+        for child in reversed(children):
+            await child.stop()
+        await asyncio.to_thread(server.stop)
+
+
+async def _wait_ready(bus: Bus, children: list[Child], deadline: Deadline, clock: Clock) -> None:
+    """Until the broker answers, and the workers do. Raises `PdmeshError` when one ends or the time is over."""
+    while not deadline.passed:
+        for child in children:
+            if child.status is not None:
+                raise PdmeshError("\n".join([f"{child.spec.name} has ended:", *tail(child.spec.log)]))
+        try:
+            reply = await bus.request(subjects.broker_rpc(BrokerVerb.PING), encode(Ping()), timeout=1.0)
+            decode(reply.data, Pong)
+            release = subjects.worker_rpc(WorkerRole.DECODE, DECODE.worker_id, WorkerVerb.RELEASE)
+            await bus.request(
+                release, encode(ReleaseHandoff(handoff_id="none", reason="", tombstone_ms=0)), timeout=1.0
+            )
+        except BusError:
+            await clock.sleep(_POLL_S)
+        else:
+            return
+    raise PdmeshError("the broker and its workers did not start in time")
+
+
+async def _ask(bus: Bus, subject: str, message: msgspec.Struct, timeout_s: float) -> None:
+    reply = await bus.request(subject, encode(message), timeout=timeout_s)
+    answer: Accepted | Refused = decode(reply.data, Accepted | Refused)  # type: ignore[arg-type]  # a union is not a type
+    if isinstance(answer, Refused):
+        raise PdmeshError.from_info(answer.error)
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor seconds of a process so far, of all its threads."""
+    fields = (Path("/proc") / str(pid) / "stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def report_control(report: Report, levels: list[Level]) -> None:
+    """A row for each number in flight, and the aims."""
+    header = (
+        "in flight",
+        "handoffs/s",
+        "p50 ms",
+        "p99 ms",
+        "bus alone p50",
+        "p99",
+        "added p50",
+        "p99",
+        "broker CPU ms",
+        "KiB each",
+        "own MiB after",
+    )
+    rows = tuple(
+        (
+            str(each.num_in_flight),
+            number(each.rate, 0),
+            number(each.whole.p50),
+            number(each.whole.p99),
+            number(each.bus_alone.p50),
+            number(each.bus_alone.p99),
+            number(each.added_p50),
+            number(each.added_p99),
+            number(each.broker_cpu_ms, 3),
+            number(each.bytes_each / 1024, 1),
+            number(each.bytes_after / (1 << 20)),
+        )
+        for each in levels
+    )
+    report.add(Table(title="handoffs through one broker, workers that answer at once", header=header, rows=rows))
+    best = max(levels, key=lambda each: each.rate)
+    report.aim(
+        "handoffs/s through one broker",
+        f"{best.rate:.0f} with {best.num_in_flight} in flight (aim: {RATE_AIM:.0f})",
+        met=best.rate >= RATE_AIM,
+    )
+    growth = (levels[-1].bytes_after - levels[0].bytes_after) / levels[0].bytes_after
+    report.aim(
+        "memory of the broker stays flat", f"{percent(growth)} (aim: below {GROWTH_AIM:.0%})", met=growth < GROWTH_AIM
+    )
+    report.put("control", levels)
