@@ -124,11 +124,12 @@ class UnlinkPeer(msgspec.Struct, frozen=True, kw_only=True, tag="unlink_peer"):
 class PushTarget(msgspec.Struct, frozen=True, kw_only=True):
     """Where a prefilled sequence's cache goes: into `grant`, in the replica of a linked worker that the grant names.
 
-    Tokens below `num_cached_tokens` are there already.
+    Tokens below `num_cached_tokens` are there already. Roles in `pulled` are not pushed: the peer reads them.
     """
 
     grant: Grant
     num_cached_tokens: int
+    pulled: tuple[Role, ...] = ()
 
 
 class BindSequence(msgspec.Struct, frozen=True, kw_only=True, tag="bind_sequence"):

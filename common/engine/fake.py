@@ -208,6 +208,8 @@ class FakeEngine:
             return
         start, end = max(item.start, target.num_cached_tokens), item.start + item.num_tokens
         for part in self._link_of(target.grant).plan.parts:
+            if part.role in target.pulled:
+                continue
             if part.role in {Role.CONV, Role.SSM}:
                 if item.last_chunk:
                     yield _pushed(part, binding, 0, 1, started_ns, ended_ns)

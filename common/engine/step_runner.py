@@ -52,6 +52,7 @@ class _Push:
     grant: Grant
     chunk: TokenChunk
     states: bool
+    pulled: tuple[Role, ...] = ()
 
 
 class StepRunner:
@@ -220,7 +221,14 @@ class StepRunner:
         chunk = TokenChunk(
             binding.block_ids, grant.block_ids, sequence.pushed_end, end, self._buffers.geometry.block_size
         )
-        return _Push(binding=binding, peer=sequence.peer, grant=grant, chunk=chunk, states=item.last_chunk)
+        return _Push(
+            binding=binding,
+            peer=sequence.peer,
+            grant=grant,
+            chunk=chunk,
+            states=item.last_chunk,
+            pulled=binding.push.pulled,
+        )
 
     def _submit(self, layer: int, pushes: Sequence[_Push]) -> None:
         """Queue all that the layer has ready in one go, so that its parts leave together."""
@@ -242,6 +250,7 @@ class StepRunner:
             for push in pushes
             if (push.chunk.start < push.chunk.end if paged else push.states)
             for role in ((Role.KEY, Role.VALUE) if paged else (Role.CONV, Role.SSM))
+            if role not in push.pulled
         ]
         if tasks:
             self._pusher.submit(tasks)

@@ -67,6 +67,15 @@ def configure_logging(
     return logger
 
 
+def set_level(level: str) -> None:
+    """Let this process's log lines begin at another level from now on. Raises ValueError for an unknown one."""
+    if level not in LEVELS:
+        raise ValueError(f"log_level: {level!r} is not allowed; the rule is: one of {', '.join(LEVELS)}")
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(number))
+    logging.getLogger().setLevel(max(number, logging.WARNING))
+
+
 class _Forwarder(logging.Handler):
     """Turns the records of libraries into log lines of ours."""
 

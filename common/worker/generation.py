@@ -63,7 +63,7 @@ class GeneratingService(WorkerService):
             ended = RequestEnded(
                 handoff_id=sequence.handoff_id,
                 incarnation=self.incarnation,
-                num_tokens=len(sequence.output_ids),
+                num_tokens=sequence.num_generated_tokens,
                 finish_reason=finish_reason,
                 error=error,
                 prompt=sequence.prompt_times,
@@ -74,7 +74,7 @@ class GeneratingService(WorkerService):
                 request_id=sequence.request_id,
                 handoff_id=sequence.handoff_id,
                 num_prompt_tokens=sequence.num_prompt_tokens,
-                num_tokens=len(sequence.output_ids),
+                num_tokens=sequence.num_generated_tokens,
                 finish_reason=finish_reason,
                 error_code=None if error is None else error.code,
             )

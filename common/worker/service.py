@@ -13,9 +13,10 @@ import msgspec
 from common.bus.handoff_events import HandoffEvents
 from common.bus.port import Bucket, Bus, Subscription
 from common.bus.refusals import Refusals
-from common.bus.rpc import Handler, RefusedError
+from common.bus.rpc import NO_HANDOFF, Handler, RefusedError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
+from common.runtime.logging import set_level
 from common.runtime.metrics import Metrics
 from common.runtime.offload import Offload
 from common.runtime.tasks import BoundedTasks
@@ -28,6 +29,7 @@ from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import StepOutcome
 from common.worker.inspection import Inspection
+from common.worker.live_settings import LiveSettings
 from common.worker.prompt_intake import PromptIntake
 from common.worker.replay import Replay
 from common.worker.replica import Replica, StartedEngine
@@ -36,8 +38,8 @@ from common.worker.settings import WorkerSettings
 from common.worker.token_stream import TokenStream
 from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
-from contracts.errors import ErrorInfo
-from contracts.handoff import Released, ReleaseHandoff
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.handoff import HandoffList, ListHandoffs, Released, ReleaseHandoff
 from contracts.requests import CancelWork
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
@@ -62,6 +64,7 @@ class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metrics
     group: asyncio.TaskGroup
     offload: Offload = asyncio.to_thread
+    set_log_level: Callable[[str], None] = set_level
 
 
 class WorkerService(ABC):
@@ -119,6 +122,7 @@ class WorkerService(ABC):
             prompts=self.prompts,
             num_prefilled_tokens=lambda: self.work.num_prefilled_tokens,
         )
+        self.live = LiveSettings(settings, self.role, parts.log, set_log_level=parts.set_log_level)
         self.draining = False
         self._deadlines: dict[str, Deadline] = {}
         self._idle = asyncio.Event()
@@ -155,6 +159,8 @@ class WorkerService(ABC):
             WorkerVerb.REPLAY: self._replay.answer,
             WorkerVerb.DESCRIBE: self._inspection.describe,
             WorkerVerb.SCAN: self._inspection.scan,
+            WorkerVerb.SET: self.live.answer,
+            WorkerVerb.HANDOFFS: self._handoffs_asked,
         }
 
     def role_tasks(self, bucket: Bucket) -> dict[str, Coroutine[Any, Any, None]]:
@@ -191,7 +197,7 @@ class WorkerService(ABC):
             num_waiting=self.replicas.load.num_waiting,
             max_waiting=self.settings.max_waiting,
         )
-        _refuse(command.handoff_id, refuse_new(num_tokens, room))
+        _refuse(command.handoff_id, refuse_new(command, num_tokens, room))
 
     def new_sequence(self, command: NewWork, replica: Replica) -> Sequence:
         """Let a handoff live in one replica, and start its deadline."""
@@ -204,6 +210,7 @@ class WorkerService(ABC):
             router_id=command.router_id,
             num_prompt_tokens=command.num_prompt_tokens,
             sampling=command.sampling,
+            num_delivered_tokens=command.num_delivered_tokens,
             trace=current_trace(),
             accepted_ns=self.clock.monotonic_ns(),
         )
@@ -293,6 +300,19 @@ class WorkerService(ABC):
         answer = self.release_answer(command.handoff_id)
         await self.end(command.handoff_id, tombstone=Deadline.from_remaining_ms(self.clock, command.tombstone_ms))
         return answer
+
+    async def _handoffs_asked(self, data: bytes) -> msgspec.Struct:
+        fence = decode(data, ListHandoffs).fence
+        if not self.table.admits_fence(fence):
+            raise RefusedError(NO_HANDOFF, ErrorCode.STALE_FENCE, f"fence: {fence} is below the highest one seen")
+        return HandoffList(incarnation=self.incarnation, handoff_ids=tuple(sorted(self.held_handoffs())))
+
+    def held_handoffs(self) -> frozenset[str]:
+        """Handoffs that a command has brought here and that are not over.
+
+        A prompt that nobody has asked to run is none: its router may be about to submit it.
+        """
+        return frozenset(sequence.handoff_id for sequence in self.table.sequences)
 
     def release_answer(self, handoff_id: str) -> Released:
         """What a release will be answered with. Roles add what they have measured."""

@@ -13,10 +13,14 @@ from common.runtime.settings import SettingsError, SettingsProblem
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
+from contracts.manifest import Role
+from contracts.pull import Transfer
 from contracts.rank import CollectivesKind
 from contracts.workers import MAX_REPLICAS
 
+_STATES: Final = (Role.CONV, Role.SSM)
 DEFAULT_TRANSPORT_HOST: Final = "127.0.0.1"
+MAX_STAGING_ROWS: Final = 1 << 16
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]
 
 
@@ -25,6 +29,18 @@ class EngineKind(StrEnum):
 
     RANKS = "ranks"
     FAKE = "fake"
+
+
+class PulledRoles(StrEnum):
+    """What a decode worker that pulls reads itself: the recurrent states, or all of a request's cache."""
+
+    STATES = "states"
+    ALL = "all"
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles of the caches; the others are pushed."""
+        return _STATES if self is PulledRoles.STATES else (Role.KEY, Role.VALUE, *_STATES)
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +94,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """TCP: address at which each rank listens, at a free port."""
     transport_advertise_host: str = ""
     """TCP: where peers are told to come; empty: transport_host. Needed with 0.0.0.0."""
+    transfer: Transfer = Transfer.PUSH
+    """Decode: who moves a request's cache. push: prefill writes it, pull: this worker reads what `pull` says, and prefill writes the rest."""
+    pull: PulledRoles = PulledRoles.STATES
+    """Decode, with transfer=pull: what is read, the recurrent states or all of the cache."""
+    parallel_shard_pull: bool = True
+    """Decode, with transfer=pull: whether the ranks of a prefill worker are read side by side; may be changed while it runs."""
+    num_staging_rows: Annotated[int, msgspec.Meta(ge=0, le=MAX_STAGING_ROWS)] = 0
+    """Decode, with transfer=pull: requests that may be pulled at once, each with a row of memory of its own; 0: num_slots."""
     failpoints: str = ""
     """Faults to plant on purpose; the grammar is in common/dataplane/failpoints.py."""
     release_timeout_ms: Count = 100
@@ -106,6 +130,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
             problems += _tcp_problems(self.transport_host, self.transport_advertise_host)
         else:
             problems += _unused_addresses(self)
+        problems += _pull_problems(self)
         if problems:
             raise SettingsError(problems)
 
@@ -113,6 +138,32 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def model_name(self) -> str:
         """The name under which clients know the model."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def pulled(self) -> tuple[Role, ...]:
+        """The roles that a decode worker reads itself."""
+        return self.pull.roles if self.transfer is Transfer.PULL else ()
+
+    @property
+    def staging_rows(self) -> int:
+        """Staging rows of each rank of a decode worker."""
+        return (self.num_staging_rows or self.num_slots) if self.transfer is Transfer.PULL else 0
+
+
+def _pull_problems(settings: WorkerSettings) -> list[SettingsProblem]:
+    """What only a worker that pulls uses: whoever set it believes that this one does."""
+    problems = []
+    if settings.transfer is not Transfer.PULL:
+        rule = f"only with transfer={Transfer.PULL}; this worker has transfer={settings.transfer}"
+        given = {"pull": settings.pull is not PulledRoles.STATES, "num_staging_rows": settings.num_staging_rows != 0}
+        for key, is_given in given.items():
+            if is_given:
+                problems.append(SettingsProblem(key=key, value=str(getattr(settings, key)), rule=rule))
+    elif settings.num_staging_rows > settings.num_slots:
+        rule = f"at most num_slots = {settings.num_slots}: a request that is pulled has a slot"
+        value = str(settings.num_staging_rows)
+        problems.append(SettingsProblem(key="num_staging_rows", value=value, rule=rule))
+    return problems
 
 
 def _unused_addresses(settings: WorkerSettings) -> list[SettingsProblem]:

@@ -58,9 +58,7 @@ class TokenStream:
         tokens.add(token)
         now = self._clock.monotonic()
         due = (
-            tokens.num_sent == 0
-            or tokens.num_waiting >= MAX_FRAME_TOKENS
-            or now - stream.last_sent_at >= MAX_FRAME_WAIT_S
+            tokens.is_silent or tokens.num_waiting >= MAX_FRAME_TOKENS or now - stream.last_sent_at >= MAX_FRAME_WAIT_S
         )
         if due and await self._send(tokens, sequence):
             stream.last_sent_at = now
@@ -121,4 +119,9 @@ class TokenStream:
 
 
 def _tokens_of(sequence: Sequence) -> SentTokens:
-    return SentTokens(handoff_id=sequence.handoff_id, request_id=sequence.request_id, attempt=sequence.attempt)
+    return SentTokens(
+        handoff_id=sequence.handoff_id,
+        request_id=sequence.request_id,
+        attempt=sequence.attempt,
+        num_delivered_tokens=sequence.num_delivered_tokens,
+    )

@@ -13,7 +13,6 @@ from common.bus.port import Bucket, Bus, Entry, Snapshot
 from common.bus.refusals import Refusals
 from common.bus.storage import WORKER_TTL_S
 from common.engine.port import EngineDeadError
-from common.layout.planner import ReshardPlan
 from common.layout.refusal import PlanRefusedError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
@@ -112,15 +111,15 @@ class Links:
 
     # For handoffs.
 
-    def plan_for(self, worker_id: str, incarnation: str) -> ReshardPlan | None:
-        """The plan to one start of a decode worker, or None when nothing can be written to it.
+    def met(self, worker_id: str, incarnation: str) -> MetPeer | None:
+        """One start of a decode worker and the plan to it, or None when nothing can be written to it.
 
         There is one while the link waits for its last transfers, too: a grant from before the drain is still good.
         """
         peer = self._peers.get(worker_id)
         if peer is None or peer.met is None or peer.pair.incarnation != incarnation or not peer.pair.may_transfer:
             return None
-        return peer.met.plan
+        return peer.met
 
     def why_no_plan(self, worker_id: str) -> str:
         """How it stands with a decode worker, in words."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any, Final
@@ -22,12 +24,21 @@ from common.worker.service import WorkerParts, WorkerService
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.handoff import PartsAnswer, PrefillFinished, QueryParts, Released, RunPrefill
+from contracts.handoff import (
+    GRANT_SECRET_BYTES,
+    Grant,
+    PartsAnswer,
+    PrefillFinished,
+    QueryParts,
+    Released,
+    RunPrefill,
+)
 from contracts.manifest import Role
 from contracts.rank import PushOutcome, PushTarget
 from contracts.requests import Accepted, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
+from services.prefill.core.grant_check import refuse_grant
 from services.prefill.links import LinkPorts, Links
 from services.prefill.push_metrics import PushMetrics
 from services.prefill.telling import Prefill, Telling
@@ -91,29 +102,25 @@ class PrefillService(WorkerService):
             return Accepted(handoff_id=command.handoff_id)
         self.check_new(command, command.num_prompt_tokens)
         grant = command.grant
-        plan = self.links.plan_for(grant.worker_id, grant.incarnation)
-        if plan is None:
+        met = self.links.met(grant.worker_id, grant.incarnation)
+        if met is None:
             raise RefusedError(
                 command.handoff_id,
                 ErrorCode.INCOMPATIBLE_WORKERS,
                 f"{self.settings.worker_id} is not linked with {grant.worker_id} {grant.incarnation}: "
                 f"{self.links.why_no_plan(grant.worker_id)}",
             )
-        if len(grant.block_ids) * self.info.block_size < command.num_prompt_tokens:
-            raise RefusedError(
-                command.handoff_id,
-                ErrorCode.PROTOCOL,
-                f"grant.block_ids: {len(grant.block_ids)} blocks of {self.info.block_size} do not hold the prompt's "
-                f"{command.num_prompt_tokens} tokens",
-            )
+        broken = refuse_grant(command, met.ranks[0].manifest)
+        if broken is not None:
+            raise RefusedError(command.handoff_id, ErrorCode.PROTOCOL, broken)
         prompt_ids = self.intake.prompt_of(command)
         replica = self.replicas.for_prompt(command.num_prompt_tokens)
         sequence = self.new_sequence(command, replica)
         sequence.prompt_ids = prompt_ids
-        sequence.push = PushTarget(grant=grant, num_cached_tokens=command.num_cached_tokens)
-        owed: dict[int, int] = {}
-        for part in plan.parts:
-            owed[part.src_rank] = owed.get(part.src_rank, 0) + 1
+        sequence.push = PushTarget(grant=grant, num_cached_tokens=command.num_cached_tokens, pulled=command.pulled)
+        if command.pulled:
+            sequence.secret = secrets.token_hex(GRANT_SECRET_BYTES)
+        owed = Counter(part.src_rank for part in met.plan.parts if part.role not in command.pulled)
         self.links.transfer_begins(
             sequence.handoff_id, WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
         )
@@ -132,7 +139,7 @@ class PrefillService(WorkerService):
         prefill = self._prefills.get(handoff_id)
         if prefill is None:
             raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} is not known here")
-        return PartsAnswer(handoff_id=handoff_id, reports=prefill.parts.reports())
+        return PartsAnswer(handoff_id=handoff_id, reports=prefill.parts.reports(), finished=prefill.finished)
 
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins."""
@@ -170,21 +177,34 @@ class PrefillService(WorkerService):
         def answered(rpc_ms: float) -> None:
             prefill.response_rpc_ms = rpc_ms
 
-        self.report(
-            PrefillFinished(
-                handoff_id=sequence.handoff_id,
-                incarnation=self.incarnation,
-                first_token=token,
-                finish_reason=reason,
-                queue_ms=prefill.queue_ms,
-                compute_ms=prefill.compute_ms,
-            ),
-            deadline,
-            answered=answered,
+        prefill.finished = PrefillFinished(
+            handoff_id=sequence.handoff_id,
+            incarnation=self.incarnation,
+            first_token=token,
+            finish_reason=reason,
+            queue_ms=prefill.queue_ms,
+            compute_ms=prefill.compute_ms,
+            source=self._source(sequence),
         )
+        self.report(prefill.finished, deadline, answered=answered)
         if reason is not None:
             end = partial(self.tokens.end, sequence, deadline, token=token, finish_reason=reason)
             await self.reports.start(end)
+
+    def _source(self, sequence: Sequence) -> Grant | None:
+        """The right to read a sequence's cache, where its decode worker pulls some of it."""
+        memory = sequence.memory
+        if sequence.push is None or not sequence.push.pulled or memory is None:
+            return None
+        return Grant(
+            worker_id=self.settings.worker_id,
+            incarnation=self.incarnation,
+            dp_rank=sequence.dp_rank,
+            generation=memory.generation,
+            block_ids=memory.block_ids,
+            slot=memory.slot,
+            secret=sequence.secret,
+        )
 
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """Tell the broker that these prompts will not be computed."""
@@ -272,10 +292,10 @@ class PrefillService(WorkerService):
             self.log.error(
                 "prefill_failed", handoff_id=sequence.handoff_id, error_code=error.code, error_message=error.message
             )
-            self.report(
-                PrefillFinished(handoff_id=sequence.handoff_id, incarnation=self.incarnation, error=error),
-                self.deadline_of(sequence),
+            prefill.finished = PrefillFinished(
+                handoff_id=sequence.handoff_id, incarnation=self.incarnation, error=error
             )
+            self.report(prefill.finished, self.deadline_of(sequence))
 
 
 def _is_complete(part: PartProgress, role: Role, sequence: Sequence) -> bool:

@@ -14,6 +14,7 @@ from common.runtime.trace import within
 from common.worker.core.parts import PartProgress, PushedParts
 from common.worker.core.sequence import Sequence
 from contracts.events import EventName
+from contracts.handoff import PrefillFinished
 from contracts.rank import PartPushed
 from services.prefill.layer_times import LayerTimes
 
@@ -32,6 +33,7 @@ class Prefill(msgspec.Struct, kw_only=True):
     started_ns: int = 0
     computed_ns: int = 0
     response_rpc_ms: float | None = None
+    finished: PrefillFinished | None = None
     layers: LayerTimes = msgspec.field(default_factory=LayerTimes)
     untold: list[Callable[[], object]] = []
     failed: bool = False

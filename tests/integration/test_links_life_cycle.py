@@ -20,9 +20,9 @@ def test_a_decode_worker_that_registers_is_linked() -> None:
         link = await world.linked()
         assert (link.prefill, link.decode) == (PREFILL, peer.ref)
         assert (link.topology, link.transport, link.num_failures) == ("tp2 -> tp1", "none", 0)
-        plan = world.service.links.plan_for("decode-0", "i0")
-        assert plan is not None
-        assert link.num_parts == len(plan.parts)
+        met = world.service.links.met("decode-0", "i0")
+        assert met is not None
+        assert link.num_parts == len(met.plan.parts)
         # The made-up model: keys and values of 2 heads of 8 floats; conv of 3 x 96 channels, 4 states of 8 x 8 floats.
         assert (link.token_bytes, link.state_bytes) == (2 * 2 * 8 * 4, 3 * 96 * 4 + 4 * 8 * 8 * 4)
         (event,) = await world.events()
@@ -44,7 +44,7 @@ def test_a_dead_decode_worker_is_unlinked_when_its_lease_ends() -> None:
         peer.die()
         await world.until(None, within_s=9.0)
         assert world.engine.calls == [("link", "decode-0", "i0"), ("unlink", "decode-0", "i0")]
-        assert world.service.links.plan_for("decode-0", "i0") is None
+        assert world.service.links.met("decode-0", "i0") is None
         assert await world.told() == [("linked", "i0"), ("unlinked", "i0")]
         assert (await world.events())[-1].reason == "the decode worker is gone"
         assert [world.gauge(state) for state in LinkState] == [0, 0, 0, 0]
@@ -78,7 +78,7 @@ def test_a_draining_decode_worker_keeps_its_link_until_its_transfers_have_ended(
         await world.clock.sleep(20.0)
         world.service.links.transfer_ends("r1-0")
         await world.clock.sleep(5.0)
-        assert world.service.links.plan_for("decode-0", "i0") is not None
+        assert world.service.links.met("decode-0", "i0") is not None
         assert world.gauge(LinkState.UNLINKING) == 1
         world.service.links.transfer_ends("r2-0")
         world.service.links.transfer_ends("r2-0")
@@ -142,7 +142,7 @@ def test_a_restarted_decode_worker_is_unlinked_and_linked_again() -> None:
             ("unlink", "decode-0", "i0"),
             ("link", "decode-0", "i1"),
         ]
-        assert world.service.links.plan_for("decode-0", "i0") is None
+        assert world.service.links.met("decode-0", "i0") is None
         assert await world.told() == [("linked", "i0"), ("unlinked", "i0"), ("linked", "i1")]
         assert (await world.events())[1].reason == "the decode worker has restarted"
 

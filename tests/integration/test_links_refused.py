@@ -97,7 +97,7 @@ def test_each_field_is_refused_by_name(rule: str, text: str, spoil: Spoil) -> No
         assert (line["rule"], line["reason"], line["peer_incarnation"]) == (rule, link.reason, "i0")
         assert peer.num_described == len(peer.manifests), "it was met again"
         assert world.engine.calls == []
-        assert world.service.links.plan_for("decode-0", "i0") is None
+        assert world.service.links.met("decode-0", "i0") is None
         assert link.reason in world.service.links.why_no_plan("decode-0")
         assert world.gauge(LinkState.REFUSED) == 1
         assert await world.link() == link

@@ -106,6 +106,7 @@ class Mesh:
         self.heard: asyncio.Queue[PrefillFinished | TakenOver | RequestEnded] = asyncio.Queue()
         self.reports: list[PartsReport] = []
         self.frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
+        self.log_levels: list[str] = []
         self.prompts: dict[str, tuple[int, ...]] = {}
         """The prompts of handoffs; `PROMPT` is that of every other."""
 
@@ -113,6 +114,10 @@ class Mesh:
         """Token ids of a handoff's prompt, and as they are sent."""
         ids = self.prompts.get(handoff, tuple(PROMPT))
         return ids, array("I", ids).tobytes()
+
+    def hash_of(self, handoff: str) -> str:
+        """The hash of a handoff's prompt."""
+        return hashlib.sha256(self.prompt(handoff)[1]).hexdigest()
 
     async def open(self) -> None:
         """Listen as the broker and as the router."""
@@ -172,6 +177,7 @@ class Mesh:
                 metrics=Metrics(),
                 group=self.group,
                 offload=inline,
+                set_log_level=self.log_levels.append,
             )
         )
         host = WorkerHost(service, service.bus, self.group, service.log)
@@ -212,9 +218,9 @@ class Mesh:
         )
         assert await self.ask(role, worker_id, WorkerVerb.PROMPT, frame) == Accepted(handoff_id=handoff)
 
-    async def reserve(self, sampling: SamplingParams = SAMPLING, handoff: str = HANDOFF) -> Any:
+    async def reserve(self, sampling: SamplingParams = SAMPLING, handoff: str = HANDOFF, **changes: Any) -> Any:
         """Reserve as the broker does."""
-        message = ReserveDecode(
+        reserve = ReserveDecode(
             handoff_id=handoff,
             request_id=request_of(handoff),
             attempt=0,
@@ -226,6 +232,7 @@ class Mesh:
             sampling=sampling,
             timeout_ms=60_000,
         )
+        message = msgspec.structs.replace(reserve, **changes)
         return await self.ask("decode", "decode-0", WorkerVerb.RESERVE, message, Reserved | Refused)
 
     async def run(self, reserved: Reserved, **changes: Any) -> Any:
@@ -264,12 +271,12 @@ class Mesh:
         message = ReleaseHandoff(handoff_id=handoff, reason="test", tombstone_ms=60_000)
         return await self.ask(role, worker_id, WorkerVerb.RELEASE, message, Released | Refused)
 
-    async def text(self) -> tuple[list[int], TokenFrame]:
-        """All token ids up to the final frame, and that frame."""
+    async def text(self, first: int = 0) -> tuple[list[int], TokenFrame]:
+        """All token ids from index `first` up to the final frame, and that frame."""
         ids: list[int] = []
         while True:
             frame = await self.frames.get()
-            assert frame.index == len(ids)
+            assert frame.index == first + len(ids)
             ids += frame.token_ids
             if frame.final:
                 return ids, frame

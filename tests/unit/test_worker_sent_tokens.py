@@ -56,6 +56,22 @@ def test_the_end_comes_with_the_last_token_only(monkeypatch: pytest.MonkeyPatch)
     assert {each.num_cached_tokens for each in (first, last)} == {16}
 
 
+def test_a_later_attempt_goes_on_behind_the_delivered_tokens() -> None:
+    """Indices and the count are those of the whole request; what earlier attempts told is not this one's to tell, nor kept."""
+    made = SentTokens(handoff_id="r1-1", request_id="r1", attempt=1, num_delivered_tokens=5)
+    assert (made.is_silent, made.num_waiting, made.num_tokens, len(made)) == (True, 0, 5, 0)
+    made.add(105)
+    made.add(106)
+    made.end(FinishReason.LENGTH, None)
+    frame_of_all = made.frame(5)
+    assert (frame_of_all.index, frame_of_all.token_ids, frame_of_all.final) == (5, (105, 106), True)
+    assert (frame_of_all.num_tokens, made.num_waiting, len(made)) == (7, 2, 2)
+    assert made.frame(6).token_ids == (106,)
+    for index in (4, 8):
+        with pytest.raises(InvalidValueError, match=r"the rule is: 5 to 7"):
+            made.frame(index)
+
+
 def test_ended_streams_go_when_they_are_forgotten_or_their_moment_comes() -> None:
     """Each has a moment of its own; forgetting twice, or what is not there, is fine."""
     kept = EndedStreams()

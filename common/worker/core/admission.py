@@ -38,8 +38,14 @@ def refuse_command(command: Command, *, incarnation: str, table: HandoffTable) -
     return None
 
 
-def refuse_new(num_tokens: int, room: Room) -> ErrorInfo | None:
+def refuse_new(command: NewWork, num_tokens: int, room: Room) -> ErrorInfo | None:
     """Why new work of `num_tokens` cannot be taken."""
+    if command.num_delivered_tokens > command.num_prompt_tokens:
+        return ErrorInfo(
+            code=ErrorCode.PROTOCOL,
+            message=f"num_delivered_tokens: {command.num_delivered_tokens} is not allowed; "
+            f"the rule is: at most num_prompt_tokens = {command.num_prompt_tokens}, whose end they are",
+        )
     if room.draining:
         return ErrorInfo(code=ErrorCode.DRAINING, message=f"{room.worker_id} is draining")
     if num_tokens > room.max_sequence_tokens:

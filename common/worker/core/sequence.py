@@ -27,7 +27,8 @@ class Sequence:
     Positions `[0, num_computed)` have cache. `pending_token` is the token at position `num_computed` when it has been
     sampled but not computed; while it is None the prompt's own tokens come next. `trace` is the hop of the command that brought
     it, at `accepted_ns`; one that waited has its memory since
-    `bound_ns`; a mixed worker had its first token at `computed_ns`; `secret` lets peers write into its memory; `outcome` says in one word how it ended, for those who count.
+    `bound_ns`; a mixed worker had its first token at `computed_ns`; `secret` lets peers reach its memory; the prompt ends with `num_delivered_tokens` that earlier attempts
+    have generated; `outcome` says in one word how it ended, for those who count.
     """
 
     seq: int
@@ -38,6 +39,7 @@ class Sequence:
     router_id: str
     num_prompt_tokens: int
     sampling: SamplingParams
+    num_delivered_tokens: int = 0
     trace: TraceContext | None = None
     prompt_ids: tuple[int, ...] = ()
     memory: Reservation | None = None
@@ -62,6 +64,11 @@ class Sequence:
         return PromptTimes(
             queue_ms=(self.bound_ns - self.accepted_ns) / 1e6, compute_ms=(self.computed_ns - self.bound_ns) / 1e6
         )
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of the request so far, those of earlier attempts with them."""
+        return self.num_delivered_tokens + len(self.output_ids)
 
     @property
     def num_prompt_left(self) -> int:

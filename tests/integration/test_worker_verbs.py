@@ -1,0 +1,111 @@
+"""What operators and a new broker ask of a worker: live settings, and which handoffs it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from contracts.errors import ErrorCode
+from contracts.handoff import HandoffList, ListHandoffs, Reserved
+from contracts.requests import Refused
+from contracts.subjects import WorkerVerb
+from contracts.workers import SetRefused, SettingChanged, SetWorker, WorkerRole
+from services.decode.service import DecodeService
+from services.mixed.service import MixedService
+from services.prefill.service import PrefillService
+from tests.integration.worker_world import HANDOFF, Mesh, in_mesh, pair
+
+KINDS: dict[WorkerRole, Any] = {
+    WorkerRole.PREFILL: PrefillService,
+    WorkerRole.DECODE: DecodeService,
+    WorkerRole.MIXED: MixedService,
+}
+
+
+async def change(mesh: Mesh, role: str, key: str, value: str) -> Any:
+    """Set one setting of the worker of a role."""
+    message = SetWorker(key=key, value=value)
+    return await mesh.ask(role, f"{role}-0", WorkerVerb.SET, message, SettingChanged | SetRefused | Refused)
+
+
+def test_a_decode_worker_changes_how_it_pulls_while_it_runs() -> None:
+    """It holds at once, and the answer says what it was before."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await mesh.add(DecodeService, "decode-0")
+        for value, before, after in (("0", "1", "0"), ("true", "0", "1"), ("1", "1", "1")):
+            answer = await change(mesh, "decode", "parallel_shard_pull", value)
+            assert answer == SettingChanged(worker_id="decode-0", key="parallel_shard_pull", before=before, value=after)
+            assert service.live.now.parallel_shard_pull is (after == "1")
+
+    in_mesh(scenario)
+
+
+@pytest.mark.parametrize("role", WorkerRole)
+def test_every_worker_changes_its_log_level(role: WorkerRole) -> None:
+    """Whoever writes the log is told; a level that there is not is refused and changes nothing."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await mesh.add(KINDS[role], f"{role}-0")
+        answer = await change(mesh, role, "log_level", "debug")
+        assert answer == SettingChanged(worker_id=f"{role}-0", key="log_level", before="info", value="debug")
+        refused = await change(mesh, role, "log_level", "loud")
+        assert isinstance(refused, SetRefused)
+        assert refused.error.message == (
+            "log_level: 'loud' is not allowed; the rule is: one of debug, error, info, warning"
+        )
+        assert mesh.log_levels == ["debug"]
+
+    in_mesh(scenario)
+
+
+@pytest.mark.parametrize(
+    ("role", "key", "value", "rule"),
+    [
+        ("decode", "parallel_shard_pull", "maybe", "Expected `bool`, got `str`"),
+        ("decode", "num_blocks", "7", "it is read at the start alone"),
+        ("decode", "parallel_pull", "0", "there is no such setting"),
+        ("prefill", "parallel_shard_pull", "0", "one of log_level may change while this worker runs"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_by_name(role: str, key: str, value: str, rule: str) -> None:
+    """The error names the key, the value, the rule, and what could be set instead."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await mesh.add(KINDS[WorkerRole(role)], f"{role}-0")
+        before = service.live.now
+        answer = await change(mesh, role, key, value)
+        assert isinstance(answer, SetRefused)
+        assert answer.error.code is ErrorCode.INVALID_REQUEST
+        assert answer.error.param == key
+        assert answer.error.message.startswith(f"{key}: {value!r} is not allowed; the rule is: ")
+        assert rule in answer.error.message
+        assert service.live.now == before
+
+    in_mesh(scenario)
+
+
+def test_a_new_broker_hears_which_handoffs_a_worker_holds() -> None:
+    """Those with a sequence, until they are over; a prompt that nobody has asked to run is none; a deposed broker hears nothing."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pair(mesh)
+
+        async def held(role: str, fence: int = 1) -> Any:
+            message = ListHandoffs(fence=fence)
+            return await mesh.ask(role, f"{role}-0", WorkerVerb.HANDOFFS, message, HandoffList | Refused)
+
+        await mesh.send_prompt("prefill", "prefill-0")
+        reserved = await mesh.reserve()
+        assert isinstance(reserved, Reserved)
+        assert await held("decode") == HandoffList(incarnation="i-decode-0", handoff_ids=(HANDOFF,))
+        assert await held("prefill") == HandoffList(incarnation="i-prefill-0", handoff_ids=())
+        await mesh.run(reserved)
+        assert await held("prefill", 2) == HandoffList(incarnation="i-prefill-0", handoff_ids=(HANDOFF,))
+        assert (await held("prefill", 1)).error.code is ErrorCode.STALE_FENCE
+        for role in ("prefill", "decode"):
+            await mesh.release(role, f"{role}-0")
+            assert (await held(role, 3)).handoff_ids == ()
+
+    in_mesh(scenario)
