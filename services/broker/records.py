@@ -118,7 +118,7 @@ def _ended_here(record: HandoffRecord) -> bool:
     """Whether it ended before its answer did: else the worker that streams the answer ended it, and has let go by itself."""
     if record.state is not HandoffState.FINISHED:
         return True
-    return record.num_tokens <= 1 and isinstance(record.route, DisaggregatedRoute)
+    return record.num_tokens <= record.num_delivered_tokens + 1 and isinstance(record.route, DisaggregatedRoute)
 
 
 def _checked(key: str, record: HandoffRecord) -> HandoffRecord:

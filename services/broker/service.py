@@ -35,6 +35,7 @@ from services.broker.core.events import (
     Event,
     PartsReported,
     PrefillEnded,
+    RouterGone,
     Submitted,
     WorkerEnded,
     WorkerGone,
@@ -216,6 +217,12 @@ class Broker:
     def _worker_gone(self, worker: WorkerRef) -> None:
         self._plans.drop(worker)
         event = WorkerGone(at_ns=self._clock.monotonic_ns(), worker=worker)
+        for live in self._handoffs:
+            live.tell(event)
+
+    def router_gone(self, router_id: str, incarnation: str) -> None:
+        """Cancel what this start of a router has asked for: who watches `PD_ROUTERS` calls this."""
+        event = RouterGone(at_ns=self._clock.monotonic_ns(), router_id=router_id, incarnation=incarnation)
         for live in self._handoffs:
             live.tell(event)
 

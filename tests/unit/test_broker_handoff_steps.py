@@ -22,7 +22,7 @@ from contracts.handoff import (
     TakenOver,
 )
 from contracts.manifest import Namespace, PlannedPart, Role
-from contracts.requests import DisaggregatedRoute, SamplingParams, SubmitRequest, WorkerRef
+from contracts.requests import DisaggregatedRoute, FinishReason, SamplingParams, SubmitRequest, WorkerRef
 from contracts.workers import WorkerRole
 from services.broker.core import effects as fx
 from services.broker.core import events as ev
@@ -37,7 +37,7 @@ SECOND = 1_000_000_000
 PART = PlannedPart(namespace=Namespace.TARGET, role=Role.KEY, layer=0, src_rank=0, dst_rank=0)
 
 
-def submitted() -> ev.Submitted:
+def submitted(*, delivered: int = 0, router_incarnation: str | None = "ir") -> ev.Submitted:
     """A submit at 1 s, to end by 11 s."""
     return ev.Submitted(
         at_ns=SECOND,
@@ -51,6 +51,8 @@ def submitted() -> ev.Submitted:
             prompt_hash="h",
             sampling=SamplingParams(max_tokens=8, seed=1),
             timeout_ms=10_000,
+            num_delivered_tokens=delivered,
+            router_incarnation=router_incarnation,
         ),
         deadline_ns=11 * SECOND,
         deadline_at="2030-01-01T00:00:10+00:00",
@@ -59,9 +61,9 @@ def submitted() -> ev.Submitted:
     )
 
 
-def reserving() -> Handoff:
+def reserving(*, delivered: int = 0, router_incarnation: str | None = "ir") -> Handoff:
     """A handoff whose record is stored, with the reserve under way."""
-    handoff, _ = begin(submitted(), POLICY)
+    handoff, _ = begin(submitted(delivered=delivered, router_incarnation=router_incarnation), POLICY)
     handoff, _ = step(handoff, ev.RecordStored(at_ns=SECOND, write=1, revision=1))
     return handoff
 
@@ -153,6 +155,53 @@ def test_a_release_stands_for_the_rest_of_the_deadline() -> None:
     releases = [effect for effect in effects if isinstance(effect, fx.AskRelease)]
     assert [release.role for release in releases] == [WorkerRole.DECODE, WorkerRole.PREFILL]
     assert {release.message.tombstone_ms for release in releases} == {6_000 + 2_000}
+
+
+def test_the_end_of_a_router_cancels_what_it_asked_for() -> None:
+    """Memory comes back without waiting for the deadline; told twice, nothing more follows."""
+    handoff, _ = reserved(reserving())
+    gone = ev.RouterGone(at_ns=5 * SECOND, router_id="router-0", incarnation="ir")
+    handoff, effects = step(handoff, gone)
+    assert sum(isinstance(effect, fx.HintCancel) for effect in effects) == 2
+    assert step(handoff, gone) == (handoff, ())
+    handoff, _ = step(handoff, ev.RecordStored(at_ns=5 * SECOND, write=2, revision=2))  # the grant
+    handoff, effects = step(handoff, ev.RecordStored(at_ns=5 * SECOND, write=3, revision=3))
+    assert handoff.state is HandoffState.CANCELLED
+    assert sum(isinstance(effect, fx.AskRelease) for effect in effects) == 2
+    assert handoff.record.error is not None
+    assert handoff.record.error.message == "router router-0 (ir) is gone"
+
+
+@pytest.mark.parametrize(
+    ("mine", "gone"), [("ir", ("router-0", "old")), ("ir", ("router-1", "ir")), (None, ("router-0", "ir"))]
+)
+def test_another_routers_end_is_nobodys_business(mine: str | None, gone: tuple[str, str]) -> None:
+    """An earlier start of the same router, another router, or a router that named no start: nothing changes."""
+    handoff, _ = reserved(reserving(router_incarnation=mine))
+    event = ev.RouterGone(at_ns=5 * SECOND, router_id=gone[0], incarnation=gone[1])
+    assert step(handoff, event) == (handoff, ())
+
+
+def test_delivered_tokens_are_told_to_both_and_count_in_the_end() -> None:
+    """Both workers count from there, and a failure does not say that fewer tokens exist than the client has."""
+    handoff, _ = begin(submitted(delivered=7), POLICY)
+    handoff, effects = step(handoff, ev.RecordStored(at_ns=SECOND, write=1, revision=1))
+    (reserve,) = [effect.message for effect in effects if isinstance(effect, fx.AskReserve)]
+    handoff, effects = reserved(handoff)
+    (run,) = [effect.message for effect in effects if isinstance(effect, fx.AskRun)]
+    assert (reserve.num_delivered_tokens, run.num_delivered_tokens) == (7, 7)
+    _, effects = step(handoff, ev.DeadlinePassed(at_ns=12 * SECOND))
+    (answer,) = [effect for effect in effects if isinstance(effect, fx.AnswerRouter)]
+    assert (answer.frame.index, answer.frame.num_tokens) == (7, 7)
+
+
+def test_a_first_token_that_ends_a_redispatched_request_is_the_next_one() -> None:
+    """It counts behind those that were delivered."""
+    handoff, _ = reserved(reserving(delivered=7))
+    done = PrefillFinished(handoff_id="r1-0", incarnation="ip", first_token=5, finish_reason=FinishReason.STOP)
+    handoff, _ = step(handoff, ev.PrefillEnded(at_ns=4 * SECOND, message=done))
+    assert handoff.verdict is not None
+    assert handoff.verdict.num_tokens == 8
 
 
 def test_a_refused_reserve_releases_prefill_which_holds_the_prompt() -> None:

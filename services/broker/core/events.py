@@ -165,6 +165,14 @@ class WorkerGone(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerRef
 
 
+class RouterGone(msgspec.Struct, frozen=True, kw_only=True):
+    """This start of a router has lost its lease, or was replaced by another start: nobody waits for its requests."""
+
+    at_ns: int
+    router_id: str
+    incarnation: str
+
+
 class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
     """A worker acknowledged its release after `rpc_ms`; or it is not there to do so, and the shell gave up.
 
@@ -195,5 +203,6 @@ Event: TypeAlias = (
     | CancelRequested
     | DeadlinePassed
     | WorkerGone
+    | RouterGone
     | ReleaseSettled
 )

@@ -131,7 +131,8 @@ def same_identity(one: HandoffRecord | SubmitRequest, other: HandoffRecord | Sub
 
 def _identity(one: HandoffRecord | SubmitRequest) -> tuple[object, ...]:
     ids = (one.handoff_id, one.request_id, one.attempt, one.router_id)
-    return (*ids, one.route, one.num_prompt_tokens, one.prompt_hash, one.sampling)
+    prompt = (one.num_prompt_tokens, one.prompt_hash, one.num_delivered_tokens)
+    return (*ids, one.router_incarnation, one.route, *prompt, one.sampling)
 
 
 def refusal(handoff: Handoff, message: PrefillFinished | TakenOver | RequestEnded) -> ErrorInfo | None:

@@ -38,6 +38,8 @@ def first_record(submit: SubmitRequest, *, fence: int, deadline_at: str, tracepa
         sampling=submit.sampling,
         deadline_at=deadline_at,
         traceparent=traceparent,
+        router_incarnation=submit.router_incarnation,
+        num_delivered_tokens=submit.num_delivered_tokens,
     )
 
 
@@ -52,13 +54,13 @@ def for_bucket(record: HandoffRecord) -> HandoffRecord:
 
 
 def terminal_record(record: HandoffRecord, verdict: Verdict) -> HandoffRecord:
-    """`record` as it ends."""
+    """`record` as it ends. What earlier attempts have delivered counts, whoever ends it."""
     return msgspec.structs.replace(
         record,
         state=verdict.state,
         error=verdict.error,
         finish_reason=verdict.finish_reason,
-        num_tokens=verdict.num_tokens,
+        num_tokens=max(verdict.num_tokens, record.num_delivered_tokens),
     )
 
 
@@ -76,6 +78,7 @@ def reserve(handoff: Handoff, at_ns: int) -> ReserveDecode:
         num_prompt_tokens=record.num_prompt_tokens,
         sampling=record.sampling,
         timeout_ms=handoff.remaining_ms(at_ns),
+        num_delivered_tokens=record.num_delivered_tokens,
     )
 
 
@@ -94,6 +97,7 @@ def run(handoff: Handoff, at_ns: int) -> RunPrefill | RunMixed:
         "prompt_hash": record.prompt_hash,
         "sampling": record.sampling,
         "timeout_ms": handoff.remaining_ms(at_ns),
+        "num_delivered_tokens": record.num_delivered_tokens,
     }
     if record.grant is None:
         return RunMixed(**common)

@@ -27,6 +27,7 @@ from services.broker.core.events import (
     Ask,
     CancelRequested,
     ReleaseSettled,
+    RouterGone,
 )
 from services.broker.core.handoff import Verdict, refusal
 from services.broker.core.ledger import Ledger, LedgerError
@@ -151,7 +152,8 @@ def prefill_ended(turn: Turn, message: PrefillFinished) -> None:
         num_tokens=handoff.record.num_prompt_tokens - message.num_cached_tokens,
     )
     if message.finish_reason is not None:
-        turn.judge(Verdict(state=HandoffState.FINISHED, finish_reason=message.finish_reason, num_tokens=1))
+        num_tokens = handoff.record.num_delivered_tokens + 1
+        turn.judge(Verdict(state=HandoffState.FINISHED, finish_reason=message.finish_reason, num_tokens=num_tokens))
     elif not handoff.ledger_closed:
         _check_later(turn)
 
@@ -276,6 +278,14 @@ def worker_gone(turn: Turn, worker: WorkerRef) -> None:
             return
     text = f"{roles[0]} worker {worker.worker_id} ({worker.incarnation}) is gone"
     turn.fail(ErrorInfo(code=ErrorCode.WORKER_LOST, message=text))
+
+
+def router_gone(turn: Turn, event: RouterGone) -> None:
+    """A router's start is no more: whatever it asked for is cancelled. One that named no start of itself is not judged."""
+    record = turn.handoff.record
+    if (record.router_id, record.router_incarnation) == (event.router_id, event.incarnation):
+        reason = f"router {event.router_id} ({event.incarnation}) is gone"
+        cancel(turn, CancelRequested(at_ns=event.at_ns, reason=reason))
 
 
 def settle(turn: Turn, event: ReleaseSettled) -> None:

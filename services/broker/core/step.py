@@ -41,6 +41,7 @@ from services.broker.core.events import (
     RecordStored,
     RecordUnwritten,
     ReleaseSettled,
+    RouterGone,
     RunAccepted,
     Submitted,
     WorkerEnded,
@@ -141,6 +142,8 @@ def step(handoff: Handoff, event: Event) -> Outcome:
             progress.expire(turn)
         case WorkerGone():
             progress.worker_gone(turn, event.worker)
+        case RouterGone():
+            progress.router_gone(turn, event)
         case ReleaseSettled():
             progress.settle(turn, event)
         case _:

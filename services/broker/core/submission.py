@@ -27,6 +27,9 @@ def check_submit(submit: SubmitRequest, is_replaced: Callable[[WorkerRef], bool]
     ):
         if value < 1:
             raise InvalidValueError(field=field, value=value, rule="1 or more")
+    if submit.num_delivered_tokens >= submit.num_prompt_tokens:
+        rule = f"less than num_prompt_tokens, {submit.num_prompt_tokens}: they are the end of the prompt"
+        raise InvalidValueError(field="num_delivered_tokens", value=submit.num_delivered_tokens, rule=rule)
 
 
 def _workers_of(submit: SubmitRequest) -> tuple[WorkerRef, ...]:
