@@ -11,11 +11,15 @@ from contracts.subjects import (
     HANDOFFS_BUCKET,
     LEASES_BUCKET,
     LINKS_BUCKET,
+    ROUTERS_BUCKET,
     WORKERS_BUCKET,
 )
 
 WORKER_TTL_S: Final = 6.0
 """Seconds after its last record that a worker counts as gone."""
+
+ROUTER_TTL_S: Final = 6.0
+"""Seconds after its last record that a router counts as gone."""
 
 LINK_TTL_S: Final = 15.0
 """Seconds after its last writing that a link's record disappears: its prefill worker is gone."""
@@ -24,6 +28,7 @@ LEASE_TTL_S: Final = 10.0
 """Seconds after its last renewal that a lease is free. The election of a new leader among NATS servers takes up to seven."""
 
 WORKERS_CONFIG: Final = BucketConfig(name=WORKERS_BUCKET, ttl_s=WORKER_TTL_S)
+ROUTERS_CONFIG: Final = BucketConfig(name=ROUTERS_BUCKET, ttl_s=ROUTER_TTL_S)
 LINKS_CONFIG: Final = BucketConfig(name=LINKS_BUCKET, ttl_s=LINK_TTL_S)
 LEASES_CONFIG: Final = BucketConfig(name=LEASES_BUCKET, ttl_s=LEASE_TTL_S)
 EVENTS_CONFIG: Final = StreamConfig(name=EVENTS_STREAM, subjects=(EVENTS_FILTER,))

@@ -6,10 +6,12 @@ import asyncio
 
 from common.bus.port import Bus
 from common.bus.rpc import RpcEdge
+from common.bus.storage import ROUTERS_CONFIG
 from common.engine.port import Engine
 from common.runtime.lifecycle import Log
 from common.worker.registration import Registration
 from common.worker.service import WorkerService
+from common.worker.twin import check_unique
 from contracts import subjects
 
 
@@ -33,17 +35,21 @@ class WorkerHost:
     async def open(self) -> None:
         """Answer, compute, then announce. Raises `BusError`."""
         service = self._service
+        await check_unique(service.role, service.ref, self._bus, self._log)
         edge = RpcEdge(self._bus, self._group, self._log, service.metrics)
         subject_filter = subjects.worker_rpc_filter(service.role, service.settings.worker_id)
         cancels = await self._bus.subscribe(subjects.cancel_filter(service.settings.worker_id))
         read = await edge.serve(subject_filter, service.handlers())
         bucket = await self.registration.open()
+        routers = await self._bus.ensure_bucket(ROUTERS_CONFIG)
         works = {
             "rpc": read(),
             **{f"steps-{replica.dp_rank}": replica.loop.run() for replica in service.replicas},
             **{f"life-{replica.dp_rank}": _watch_life(replica.engine) for replica in service.replicas},
             "cancels": service.run_cancels(cancels),
             "sweeps": service.run_sweeps(),
+            "routers": service.routers.run(routers),
+            "router_ticks": service.routers.run_ticks(),
             "registration": self.registration.run(),
             **service.role_tasks(bucket),
         }

@@ -34,13 +34,14 @@ from common.worker.prompt_intake import PromptIntake
 from common.worker.replay import Replay
 from common.worker.replica import Replica, StartedEngine
 from common.worker.replica_set import ReplicaSet
+from common.worker.router_watch import RouterWatch
 from common.worker.settings import WorkerSettings
 from common.worker.token_stream import TokenStream
 from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.handoff import HandoffList, ListHandoffs, Released, ReleaseHandoff
-from contracts.requests import CancelWork
+from contracts.requests import CancelWork, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
     WorkerRecord,
@@ -122,11 +123,17 @@ class WorkerService(ABC):
             prompts=self.prompts,
             num_prefilled_tokens=lambda: self.work.num_prefilled_tokens,
         )
+        self.routers = RouterWatch(parts.bus, parts.clock, parts.log, self.refusals, on_gone=self._router_gone)
         self.live = LiveSettings(settings, self.role, parts.log, set_log_level=parts.set_log_level)
         self.draining = False
         self._deadlines: dict[str, Deadline] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def ref(self) -> WorkerRef:
+        """This start of this worker."""
+        return WorkerRef(worker_id=self.settings.worker_id, incarnation=self.incarnation)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -266,6 +273,12 @@ class WorkerService(ABC):
                 else:
                     grace = Deadline.after(self.clock, self.settings.deadline_grace_s)
                     await self.end(cancel.handoff_id, tombstone=grace)
+
+    def _router_gone(self, router_id: str) -> None:
+        """Stop computing for it. Memory goes by release, or at its deadline."""
+        for sequence in self.table.sequences:
+            if sequence.router_id == router_id:
+                self.replicas.of(sequence).scheduler.hold(sequence)
 
     async def run_sweeps(self) -> None:
         """Once a second: end what is past its deadline and its grace, expire what is remembered, look at quarantine.

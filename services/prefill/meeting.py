@@ -15,19 +15,15 @@ from common.layout.replicas import plan_workers
 from common.layout.templates import PagedTemplate, SlotTemplate
 from common.runtime.clock import Clock, Deadline
 from common.runtime.offload import Offload
-from contracts import subjects
-from contracts.codec import decode, encode
+from common.worker.describing import describe_worker
 from contracts.dataplane import RegionDescriptor
-from contracts.errors import ErrorCode, PdmeshError
 from contracts.manifest import RankManifest, Topology
 from contracts.rank import RankStarted
-from contracts.requests import Refused, WorkerRef
-from contracts.subjects import WorkerVerb
-from contracts.workers import DescribeRefused, DescribeWorker, WorkerDescription, WorkerRole
+from contracts.requests import WorkerRef
+from contracts.workers import WorkerDescription, WorkerRole
 from services.prefill.core.pair import Terms
 
 MEETING_S: Final = 10.0
-_ANSWER_S: Final = 5.0
 _NO_TRANSPORT: Final = "none"
 
 _Side = Sequence[tuple[RankManifest, RegionDescriptor | None]]
@@ -56,40 +52,10 @@ class Meetings:
         Raises `PlanRefusedError` for one that does not fit, naming the rule; DEADLINE_EXCEEDED, INCARNATION_CHANGED, `BusError`
         or `CodecError` when it could not be found out.
         """
-        deadline = Deadline.after(self._clock, MEETING_S)
-        try:
-            async with deadline.timeout():
-                ranks = await self._describe(peer, deadline)
-        except TimeoutError as error:
-            text = f"{peer.worker_id} did not describe itself within {MEETING_S:g} s"
-            raise PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
+        ranks = await describe_worker(self._bus, WorkerRole.DECODE, peer, Deadline.after(self._clock, MEETING_S))
         # A tenth of a second for a large model: prompts, grants and reports of others go on meanwhile.
         met: MetPeer = await self._offload(lambda: compare(self._own, ranks))
         return met
-
-    async def _describe(self, peer: WorkerRef, deadline: Deadline) -> tuple[WorkerDescription, ...]:
-        subject = subjects.worker_rpc(WorkerRole.DECODE, peer.worker_id, WorkerVerb.DESCRIBE)
-        found: list[WorkerDescription] = []
-        num_ranks = 1
-        while len(found) < num_ranks:
-            question = encode(DescribeWorker(rank=len(found)))
-            reply = await self._bus.request(subject, question, timeout=min(_ANSWER_S, deadline.remaining))
-            answer: WorkerDescription | DescribeRefused | Refused = decode(
-                reply.data,
-                WorkerDescription | DescribeRefused | Refused,  # type: ignore[arg-type]  # a union is not a type
-            )
-            match answer:
-                case WorkerDescription():
-                    if (answer.worker_id, answer.incarnation) != (peer.worker_id, peer.incarnation):
-                        text = (
-                            f"{answer.worker_id} {answer.incarnation} answered for {peer.worker_id} {peer.incarnation}"
-                        )
-                        raise PdmeshError(text, code=ErrorCode.INCARNATION_CHANGED)
-                    found.append(answer)
-                    num_ranks = answer.num_ranks
-                case DescribeRefused() | Refused():
-                    raise PdmeshError.from_info(answer.error)
-        return tuple(found)
 
 
 def compare(own: _Side, ranks: tuple[WorkerDescription, ...]) -> MetPeer:

@@ -1,0 +1,72 @@
+"""Which routers are there: nobody waits for the tokens of one that is gone, so nothing is computed for it any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from common.bus.heard import HeardTable
+from common.bus.port import Bucket, Bus, Entry, Snapshot
+from common.bus.refusals import Refusals
+from common.bus.storage import ROUTER_TTL_S
+from common.runtime.clock import Clock
+from common.runtime.lifecycle import Log
+from contracts.routers import RouterRecord
+
+_TICK_S: Final = 0.5
+_STANDSTILL_S: Final = ROUTER_TTL_S / 2
+
+
+class RouterWatch:
+    """Follows `PD_ROUTERS`, and tells `on_gone` of each router that signs off or falls silent, by its id.
+
+    A router that never wrote a record is never judged, and neither is one that comes back as another start: what was asked by
+    the one before is cancelled by the broker, which knows who has asked for what.
+    """
+
+    def __init__(self, bus: Bus, clock: Clock, log: Log, refusals: Refusals, *, on_gone: Callable[[str], None]) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._log = log
+        self._refusals = refusals
+        self._on_gone = on_gone
+        self._heard: HeardTable[RouterRecord] = HeardTable(ttl_s=ROUTER_TTL_S)
+        self._reconnects = bus.reconnects
+
+    async def run(self, bucket: Bucket) -> None:
+        """Watch who comes and signs off."""
+        async with await bucket.watch() as watch:
+            async for change in watch:
+                match change:
+                    case Snapshot():
+                        pass  # silence is judged by `run_ticks`
+                    case Entry(deleted=True, key=router_id):
+                        if router_id in self._heard.known:
+                            self._heard.delete(router_id)
+                            self._gone(router_id)
+                    case Entry():
+                        record = self._refusals.record("routers", change, RouterRecord, lambda each: each.router_id)
+                        if record is not None:
+                            self._heard.put(record.router_id, record, self._clock.monotonic())
+
+    async def run_ticks(self) -> None:
+        """Find those who have fallen silent.
+
+        An outage of the bus silences everybody and says nothing of anybody; nor can this process have heard anybody while it stood
+        still itself.
+        """
+        looked_at = self._clock.monotonic()
+        while True:
+            await self._clock.sleep(_TICK_S)
+            now = self._clock.monotonic()
+            stood_still = now - looked_at >= _STANDSTILL_S
+            looked_at = now
+            if stood_still or not self._bus.is_connected or self._bus.reconnects != self._reconnects:
+                self._reconnects = self._bus.reconnects
+                self._heard.reconnected(now)
+            for router_id in self._heard.expire(now):
+                self._gone(router_id)
+
+    def _gone(self, router_id: str) -> None:
+        self._log.info("router_gone", router_id=router_id)
+        self._on_gone(router_id)

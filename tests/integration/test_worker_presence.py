@@ -1,0 +1,89 @@
+"""Who is not there any more, and who is there twice: a worker computes for no router that is gone, and no id serves twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.bus.storage import ROUTER_TTL_S, ROUTERS_CONFIG
+from common.worker.twin import WorkerIdTakenError
+from contracts.codec import encode
+from contracts.requests import SamplingParams
+from contracts.routers import RouterRecord
+from services.decode.service import DecodeService
+from tests.integration.worker_world import EXPECTED, Mesh, in_mesh, pair
+
+LONG = SamplingParams(max_tokens=20_000, seed=9, temperature=0.0)
+
+
+async def announce(mesh: Mesh, incarnation: str = "ir") -> None:
+    """The router's sign of life."""
+    bucket = await mesh.bus.ensure_bucket(ROUTERS_CONFIG)
+    await bucket.put("router-0", encode(RouterRecord(router_id="router-0", incarnation=incarnation)))
+
+
+async def decoding(mesh: Mesh) -> DecodeService:
+    """A long request decodes for a router that has just spoken."""
+    await pair(mesh)
+    await announce(mesh)
+    await mesh.send_prompt("prefill", "prefill-0")
+    await mesh.run(await mesh.reserve(LONG, timeout_ms=600_000), sampling=LONG, timeout_ms=600_000)
+    await mesh.heard.get()
+    await mesh.commit(EXPECTED[0])
+    service = mesh.services["decode-0"]
+    assert isinstance(service, DecodeService)
+    return service
+
+
+def running(service: DecodeService) -> int:
+    """Sequences that take part in steps."""
+    return service.replicas.load.num_running
+
+
+@pytest.mark.parametrize("signs_off", [True, False])
+def test_nothing_is_computed_for_a_router_that_is_gone(signs_off: bool) -> None:
+    """It stops when the router signs off or falls silent for its time to live; memory stays until the release."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await decoding(mesh)
+        if signs_off:
+            await (await mesh.bus.ensure_bucket(ROUTERS_CONFIG)).delete("router-0")
+            await mesh.clock.sleep(0.05)
+        else:
+            await mesh.clock.sleep(ROUTER_TTL_S / 4)
+            assert running(service) == 1
+            await mesh.clock.sleep(ROUTER_TTL_S)
+        assert running(service) == 0
+        assert service.replicas.load.num_free_slots == service.settings.num_slots - 1
+        for role in ("decode", "prefill"):
+            await mesh.release(role, f"{role}-0")
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_an_outage_and_another_start_of_a_router_stop_nothing() -> None:
+    """While the bus is away nobody can be heard; and another start of the router is the broker's to judge."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await decoding(mesh)
+        mesh.server.go_down()
+        await mesh.clock.sleep(0.6)
+        mesh.server.come_back()
+        await mesh.clock.sleep(0.1)
+        await announce(mesh, "ir-2")
+        await mesh.clock.sleep(1.0)
+        assert running(service) == 1
+
+    in_mesh(scenario)
+
+
+def test_a_second_worker_of_an_id_does_not_begin() -> None:
+    """The one that serves goes on and keeps its record; the other says who has the id. Once the first is gone it may begin."""
+
+    async def scenario(mesh: Mesh) -> None:
+        first = await mesh.add(DecodeService, "decode-0")
+        with pytest.raises(WorkerIdTakenError, match=r"worker_id: 'decode-0' .* the start i-decode-0 answers"):
+            await mesh.add(DecodeService, "decode-0")
+        assert first is mesh.services["decode-0"]
+
+    in_mesh(scenario)
