@@ -1,0 +1,131 @@
+"""Mistakes that the tests must never let pass, each with the tests that are to find it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+
+class Mutant(msgspec.Struct, frozen=True, kw_only=True):
+    """`before`, which stands in `file` once, becomes `after`; then one of `tests` must fail."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+_BROKER: Final = ("tests/unit/test_broker_handoff_steps.py", "tests/property/test_broker_core_explored.py")
+_LEDGER: Final = ("tests/unit/test_broker_ledger.py", "tests/property/test_broker_ledger_tiles.py")
+_WORKER: Final = ("tests/integration/test_worker_handoff.py",)
+_ORDER: Final = ("tests/unit/test_router_token_order.py", "tests/property/test_router_token_order_shuffles.py")
+
+MUTANTS: Final = (
+    Mutant(
+        name="skip the fence check",
+        file="common/worker/core/table.py",
+        before="return fence == self._highest_fence",
+        after="return True",
+        tests=_WORKER,
+    ),
+    Mutant(
+        name="take the old epoch for the new one",
+        file="common/bus/lease_term.py",
+        before="return epoch // _NANOSECONDS << REVISION_BITS | revision",
+        after="return revision",
+        tests=("tests/unit/test_bus_lease.py", "tests/contract/test_bus_lease.py"),
+    ),
+    Mutant(
+        name="count parts instead of comparing ranges",
+        file="services/broker/core/ledger.py",
+        before="if done == owed[name]:",
+        after="if len(done) == len(owed[name]):",
+        tests=_LEDGER,
+    ),
+    Mutant(
+        name="commit before the ledger closes",
+        file="services/broker/core/handoff.py",
+        before="            and self.ledger_closed\n",
+        after="",
+        tests=_BROKER,
+    ),
+    Mutant(
+        name="commit although the compare-and-set was lost",
+        file="services/broker/core/writes.py",
+        before="    if found is not None and found.state.terminal:",
+        after="    if False:",
+        tests=_BROKER,
+    ),
+    Mutant(
+        name="release twice",
+        file="services/broker/core/turn.py",
+        before=" or role in handoff.settled or role in handoff.release_asked:",
+        after=":",
+        tests=_BROKER,
+    ),
+    Mutant(
+        name="give returned memory back a second time",
+        file="common/worker/core/blocks.py",
+        before="        if self._held.pop(reservation.generation, None) is not None:\n            self._return(reservation)",
+        after="        self._held.pop(reservation.generation, None)\n        self._return(reservation)",
+        tests=("tests/unit/test_worker_blocks.py",),
+    ),
+    Mutant(
+        name="free on cancel while granted",
+        file="common/worker/service.py",
+        before="                    self.replicas.of(sequence).scheduler.hold(sequence)\n                else:",
+        after="                    await self.end(cancel.handoff_id)\n                else:",
+        tests=_WORKER,
+    ),
+    Mutant(
+        name="forget tombstones",
+        file="common/worker/core/table.py",
+        before="return handoff_id in self._tombstones",
+        after="return False",
+        tests=_WORKER,
+    ),
+    Mutant(
+        name="give two owners one generation",
+        file="common/worker/core/blocks.py",
+        before="self._generation += self._dp",
+        after="pass",
+        tests=("tests/unit/test_worker_blocks.py",),
+    ),
+    Mutant(
+        name="hand quarantined memory out",
+        file="common/worker/core/blocks.py",
+        before="            self._quarantined[reservation.generation] = reservation",
+        after="            self._return(reservation)",
+        tests=("tests/unit/test_worker_blocks.py",),
+    ),
+    Mutant(
+        name="write without looking at the generation",
+        file="common/dataplane/cell_check.py",
+        before="            if header[start:end] != wanted:",
+        after="            if False:",
+        tests=("tests/unit/test_dataplane_cells.py", "tests/contract/dataplane/test_dataplane_revocation.py"),
+    ),
+    Mutant(
+        name="take tokens of a superseded attempt",
+        file="services/router/core/token_order.py",
+        before="if frame.attempt != self._attempt:",
+        after="if False:",
+        tests=_ORDER,
+    ),
+    Mutant(
+        name="repeat tokens that were delivered",
+        file="services/router/core/token_order.py",
+        before="self._tokens.extend(token_ids[len(known) :])",
+        after="self._tokens.extend(token_ids)",
+        tests=_ORDER,
+    ),
+    Mutant(
+        name="let the deadline pass",
+        file="services/broker/core/step.py",
+        before="            progress.expire(turn)",
+        after="            pass",
+        tests=_BROKER,
+    ),
+)
