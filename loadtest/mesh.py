@@ -31,6 +31,8 @@ class MeshSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: Path
     workers: tuple[tuple[str, str], ...]
     overrides: tuple[str, ...] = ()
+    restart: bool = False
+    """Whether a service that dies is started again; what is measured over such a death is worth nothing."""
 
     def worker_ids(self, role: str) -> tuple[str, ...]:
         """The ids that the launcher gives to the workers of one role: SPEC's `id`, else the role and a number."""
@@ -55,6 +57,8 @@ class MeshSpec(msgspec.Struct, frozen=True, kw_only=True):
             words += [f"--{role}", spec] if spec else [f"--{role}"]
         for override in (f"launcher.nats_port={nats_port}", f"launcher.log_dir={logs}", *self.overrides):
             words += ["--set", override]
+        if not self.restart:
+            words.append("--no-restart")
         return tuple(words)
 
 

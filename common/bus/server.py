@@ -69,6 +69,16 @@ def check_version(text: str) -> None:
         raise ServerTooOld(f"server version {text.strip()} is too old; the rule is: at least {_minimum()}")
 
 
+def forget_indexes(store_dir: Path) -> None:
+    """Let a server that does not run read its streams anew at its next start, not trust the summary that it wrote when it was stopped.
+
+    Stopped in the middle of writes, 2.15.1 has left a summary that was older than the stream: a bucket with 48 keys came back
+    empty, and took no writes. Without the summary it finds all of them in a few milliseconds.
+    """
+    for index in store_dir.glob("jetstream/*/streams/*/msgs/index.db"):
+        index.unlink()
+
+
 class NatsServer:
     """One server with JetStream, on 127.0.0.1. Blocking: from a loop, call it by `asyncio.to_thread`.
 
@@ -118,7 +128,7 @@ class NatsServer:
         check_version(_output_of(binary, "-v"))
         if wipe:
             shutil.rmtree(self.store_dir / "jetstream", ignore_errors=True)
-        self._forget_indexes()
+        forget_indexes(self.store_dir)
         self.store_dir.mkdir(parents=True, exist_ok=True)
         ports_dir = self.store_dir / "ports"
         ports_dir.mkdir(exist_ok=True)
@@ -186,15 +196,6 @@ class NatsServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    def _forget_indexes(self) -> None:
-        """Let the server read its streams anew, and not trust the summary that it wrote of each when it was last stopped.
-
-        Stopped in the middle of writes, 2.15.1 has left a summary that was older than the stream: a bucket with 48 keys came back
-        empty, and took no writes. Without the summary it finds all of them in a few milliseconds.
-        """
-        for index in self.store_dir.glob("jetstream/*/streams/*/msgs/index.db"):
-            index.unlink()
 
     def _read_ports(self, path: Path) -> bool:
         """Learn the ports that the server has bound. False while its file is not there, or only half of it is."""

@@ -36,6 +36,9 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up = commands.add_parser("up", help="start a mesh on this machine and serve until Ctrl-C")
     _add_mesh(up)
+    up.add_argument(
+        "--no-restart", action="store_true", help="end the mesh when a service dies, instead of starting it again"
+    )
     up.add_argument("--dump", action="store_true", help="print the effective settings as JSON and start nothing")
     demo = commands.add_parser(
         "demo", help="start a small mesh, ask it two things, show how its handoffs went, stop it"
@@ -69,6 +72,8 @@ def mesh_request(arguments: argparse.Namespace) -> MeshRequest:
         port=arguments.port,
         overrides=tuple(arguments.overrides),
         config_file=arguments.config,
+        # A demo that goes on after a death would hide what it is to show.
+        restart=arguments.command == "up" and not arguments.no_restart,
     )
 
 

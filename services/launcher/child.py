@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -20,8 +20,15 @@ _TAIL_BYTES: Final = 32 * 1024
 _KILL_WAIT_S: Final = 10.0
 
 
+def _nothing() -> None:
+    """Most children can be started again as they are."""
+
+
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. `stage` orders the stop: 0 first. `drain_s` is how long it may take to end after SIGTERM."""
+    """What to run. `stage` orders the stop: 0 first. `drain_s` is how long it may take to end after SIGTERM.
+
+    `before_restart` is called before it is started once more; it may raise OSError.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -29,6 +36,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     log: Path
     stage: int
     drain_s: float
+    role: str = ""
+    before_restart: Callable[[], None] = _nothing
 
 
 class Child:

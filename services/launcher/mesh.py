@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from common.bus.server import check_version, find_server
+from common.bus.server import check_version, find_server, forget_indexes
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, PdmeshError
 from services.launcher.child import ChildSpec, tail
@@ -82,7 +83,13 @@ class MeshRun:
         drained = False
         try:
             async with asyncio.TaskGroup() as group:
-                supervisor = self._supervisor = Supervisor(group, self._fail)
+                supervisor = self._supervisor = Supervisor(
+                    group,
+                    self._fail,
+                    clock=self._clock,
+                    say=self._console.say,
+                    restarts_per_minute=self._plan.launcher.restarts_per_minute,
+                )
                 self._work = group.create_task(self._live(supervisor, directory), name="mesh")
                 for number in _SIGNALS:
                     loop.add_signal_handler(number, self._signalled)
@@ -136,7 +143,8 @@ class MeshRun:
         for service in self._plan.services:
             await supervisor.start(self._child(service, directory, nats_url))
         names = tuple(worker.name for worker in self._plan.workers)
-        self._console.say(f"started broker, router, {', '.join(names)}; logs: {logs}")
+        started = ", ".join(service.name for service in self._plan.services)
+        self._console.say(f"started {started}; logs: {logs}")
         url = f"http://{'127.0.0.1' if router.host in {'0.0.0.0', '::'} else router.host}:{router.port}"
         await wait_ready(
             f"{url}/ready",
@@ -167,6 +175,8 @@ class MeshRun:
                 log=self._logs(directory) / "nats.log",
                 stage=_STAGES["nats"],
                 drain_s=_DRAIN_GRACE_S,
+                role="nats",
+                before_restart=partial(forget_indexes, directory.path / "nats"),
             )
         )
         health = f"http://127.0.0.1:{monitor}/healthz"
@@ -190,6 +200,7 @@ class MeshRun:
             log=self._logs(directory) / f"{service.name}.log",
             stage=_STAGES[service.role],
             drain_s=float(loaded.value.drain_timeout_s) + _DRAIN_GRACE_S,
+            role=service.role,
         )
 
     def _child_environ(self, directory: RunDirectory) -> dict[str, str]:

@@ -39,10 +39,11 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
     port: int | None = None
     overrides: tuple[str, ...] = ()
     config_file: Path | None = None
+    restart: bool = True
 
 
 class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One service to start. `name` is a worker's id, else the role."""
+    """One service to start. `name` is a worker's id, else the role; a broker that stands by has a number after it."""
 
     name: str
     role: str
@@ -53,7 +54,7 @@ class MeshPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A mesh that may be started: every setting is known and legal."""
 
     own: Loaded[LauncherSettings]
-    broker: ServicePlan
+    brokers: tuple[ServicePlan, ...]
     router: ServicePlan
     workers: tuple[ServicePlan, ...]
 
@@ -65,7 +66,7 @@ class MeshPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def services(self) -> tuple[ServicePlan, ...]:
         """All services in the order of their start."""
-        return (self.broker, *self.workers, self.router)
+        return (*self.brokers, *self.workers, self.router)
 
     def dump(self) -> str:
         """The effective settings of the launcher and of every service with where each came from, as JSON.
@@ -113,6 +114,8 @@ class _Planner:
             self._add(f"model={request.model}", "--model")
         if request.port is not None:
             self._add(f"router.port={request.port}", "--port")
+        if not request.restart:
+            self._add("launcher.restarts_per_minute=0", "--no-restart")
 
     def plan(self) -> MeshPlan:
         self._collect(
@@ -122,7 +125,7 @@ class _Planner:
         launcher = self._load("launcher", "launcher")
         if launcher is not None and launcher.settings.value.nats_url:
             self._collect(partial(servers_of, launcher.settings.value.nats_url))
-        broker = self._load("broker", "broker")
+        brokers = self._load_brokers(1 if launcher is None else launcher.settings.value.brokers)
         expected = ",".join(name for name, _, _ in specs if _is_token(name))
         if expected:
             self._add(f"router.expected_workers={expected}", _OURS)
@@ -132,12 +135,12 @@ class _Planner:
         self._check_models([router, *workers])
         self._check_cuts(known)
         self._check_pairs(known)
-        self._check_ports([service for service in (broker, router, *known) if service is not None])
-        if self._problems or launcher is None or broker is None or router is None:
+        self._check_ports([service for service in (*brokers, router, *known) if service is not None])
+        if self._problems or launcher is None or router is None:
             raise SettingsError(self._distinct_problems())
         return MeshPlan(
             own=launcher.settings,
-            broker=broker,
+            brokers=tuple(brokers),
             router=router,
             workers=tuple(known),
         )
@@ -170,6 +173,20 @@ class _Planner:
             shown = ", ".join(sorted(roles)) or "(none)"
             self._problem("workers", shown, "at least one --prefill and one --decode, or one --mixed")
         return named
+
+    def _load_brokers(self, num_brokers: int) -> list[ServicePlan]:
+        """The one broker, and those that stand by for it: alike but for their ids."""
+        first = self._load("broker", "broker")
+        if first is None:
+            return []
+        found = [first]
+        for number in range(1, num_brokers):
+            loaded: Loaded[Any] = first.settings
+            broker_id = f"{loaded.value.broker_id.removesuffix('-0')}-{number}"
+            value = msgspec.structs.replace(loaded.value, broker_id=broker_id)
+            settings = msgspec.structs.replace(loaded, value=value, sources=loaded.sources | {"broker_id": _OURS})
+            found.append(ServicePlan(name=f"broker-{number}", role="broker", settings=settings))
+        return found
 
     def _load(self, role: str, name: str, spec: str = "") -> ServicePlan | None:
         loaded = self._collect(

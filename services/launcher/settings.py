@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pkgutil
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
-from common.runtime.setting_types import Port, Seconds
+from common.runtime.setting_types import Count, Port, Seconds
 from common.runtime.settings import keys_of
 from common.worker.settings import WorkerSettings
 
@@ -28,6 +28,10 @@ class LauncherSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where logs stay; empty: they go with the mesh, unless it failed."""
     start_timeout_s: Seconds = 300.0
     """How long the mesh may take until it is ready."""
+    restarts_per_minute: Annotated[int, msgspec.Meta(ge=0)] = 5
+    """How often in a minute a service that died is started again before the mesh ends; 0: its first death ends the mesh."""
+    brokers: Count = 1
+    """Brokers to start: one leads, the others stand by."""
 
 
 class SettingsStructs(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from common.runtime.clock import SystemClock
+from common.runtime.lifecycle import EXIT_SETTINGS
 from services.launcher import tether
 from services.launcher.child import Child, ChildSpec, tail
+from services.launcher.core.restarts import RestartBudget
 from services.launcher.supervisor import ChildDied, Supervisor
 
 _SLEEPER = "import signal; print('up', flush=True); signal.pause()"
@@ -23,7 +27,9 @@ _WAIT_S = 20.0
 
 def _spec(tmp_path: Path, name: str, *program: str, stage: int = 0, drain_s: float = 10.0) -> ChildSpec:
     command = (sys.executable, "-c", *program)
-    return ChildSpec(name=name, command=command, environ={}, log=tmp_path / f"{name}.log", stage=stage, drain_s=drain_s)
+    return ChildSpec(
+        name=name, command=command, environ={}, log=tmp_path / f"{name}.log", stage=stage, drain_s=drain_s, role=name
+    )
 
 
 async def _said(log: Path) -> str:
@@ -111,7 +117,7 @@ async def test_a_death_is_reported_with_the_end_of_its_log(tmp_path: Path) -> No
     """The first thing to know about a service that died is what it said last."""
     deaths: asyncio.Queue[ChildDied] = asyncio.Queue()
     async with asyncio.TaskGroup() as group:
-        supervisor = Supervisor(group, deaths.put_nowait)
+        supervisor = Supervisor(group, deaths.put_nowait, clock=SystemClock(), say=print)
         await supervisor.start(_spec(tmp_path, "sleeper", _SLEEPER))
         await supervisor.start(_spec(tmp_path, "broken", "import sys; print('no such model'); sys.exit(3)"))
         async with asyncio.timeout(_WAIT_S):
@@ -134,7 +140,7 @@ def leave(*_):
 signal.signal(15, leave); print('up', flush=True); signal.pause()
 """
     async with asyncio.TaskGroup() as group:
-        supervisor = Supervisor(group, lambda death: pytest.fail(str(death)))
+        supervisor = Supervisor(group, lambda death: pytest.fail(str(death)), clock=SystemClock(), say=print)
         for stage in (2, 0, 1):
             await supervisor.start(_spec(tmp_path, f"s{stage}", recording, str(stage), stage=stage))
         for child in supervisor.children:
@@ -146,7 +152,7 @@ signal.signal(15, leave); print('up', flush=True); signal.pause()
 async def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
     """After `hurry` nobody is given time to drain."""
     async with asyncio.TaskGroup() as group:
-        supervisor = Supervisor(group, lambda death: pytest.fail(str(death)))
+        supervisor = Supervisor(group, lambda death: pytest.fail(str(death)), clock=SystemClock(), say=print)
         child = await supervisor.start(_spec(tmp_path, "deaf", _DEAF, drain_s=3600.0))
         await _said(child.spec.log)
         stop = group.create_task(supervisor.stop(lambda _text: None), name="stop")
@@ -161,7 +167,7 @@ async def test_a_child_that_does_not_drain_is_named(tmp_path: Path) -> None:
     """People are told which one, and how it ended."""
     said: list[str] = []
     async with asyncio.TaskGroup() as group:
-        supervisor = Supervisor(group, lambda death: pytest.fail(str(death)))
+        supervisor = Supervisor(group, lambda death: pytest.fail(str(death)), clock=SystemClock(), say=print)
         child = await supervisor.start(_spec(tmp_path, "deaf", _DEAF, drain_s=0.05))
         await _said(child.spec.log)
         assert not await supervisor.stop(said.append)
@@ -173,7 +179,7 @@ async def test_the_end_by_sigterm_fails_only_once_the_children_serve(tmp_path: P
     """A child that is told to go before it has a handler for the signal has nothing to drain; later it should have drained."""
     said: list[str] = []
     async with asyncio.TaskGroup() as group:
-        supervisor = Supervisor(group, lambda death: pytest.fail(str(death)))
+        supervisor = Supervisor(group, lambda death: pytest.fail(str(death)), clock=SystemClock(), say=print)
         child = await supervisor.start(_spec(tmp_path, "sleeper", _SLEEPER))
         await _said(child.spec.log)
         if ready:
@@ -187,7 +193,7 @@ async def test_without_a_broker_nobody_drains_for_long(tmp_path: Path) -> None:
     """What the others wait for can come no more: an hour to drain is cut to seconds once the broker has died."""
     died = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        supervisor = Supervisor(group, lambda _death: died.set())
+        supervisor = Supervisor(group, lambda _death: died.set(), clock=SystemClock(), say=print)
         child = await supervisor.start(_spec(tmp_path, "deaf", _DEAF, drain_s=3600.0))
         await _said(child.spec.log)
         await supervisor.start(_spec(tmp_path, "broker", "import sys; sys.exit(1)"))
@@ -195,6 +201,103 @@ async def test_without_a_broker_nobody_drains_for_long(tmp_path: Path) -> None:
             await died.wait()
             assert not await supervisor.stop(lambda _text: None)
     assert child.status == -signal.SIGKILL
+
+
+_COUNTING = """
+import pathlib, signal, sys
+def leave(*_): sys.exit(0)
+signal.signal(15, leave)
+with open(sys.argv[1], 'a') as file: file.write('x')
+print('up', flush=True)
+while True: signal.pause()
+"""
+
+
+async def _starts(count: Path, wanted: int) -> None:
+    async with asyncio.timeout(_WAIT_S):
+        while not count.exists() or len(count.read_text()) < wanted:  # noqa: ASYNC110, ASYNC240 - a file cannot be waited for
+            await asyncio.sleep(0.01)
+
+
+async def test_a_child_that_dies_is_started_again(tmp_path: Path) -> None:
+    """People are told twice, what must be done before is done, and the new one drains as any other."""
+    said: list[str] = []
+    count, prepared = tmp_path / "count", tmp_path / "prepared"
+    async with asyncio.TaskGroup() as group:
+        supervisor = Supervisor(
+            group, lambda death: pytest.fail(str(death)), clock=SystemClock(), say=said.append, restarts_per_minute=1
+        )
+        spec = msgspec.structs.replace(
+            _spec(tmp_path, "counting", _COUNTING, str(count)), before_restart=prepared.touch
+        )
+        child = await supervisor.start(spec)
+        supervisor.mark_ready()
+        await _starts(count, 1)
+        child.kill()
+        await _starts(count, 2)
+        (again,) = supervisor.children
+        assert again.pid != child.pid
+        assert await supervisor.stop(said.append)
+    assert said == ["counting was killed by signal 9; starting it again in 0.2 s", "counting runs again"]
+    assert prepared.exists()
+
+
+async def test_the_mesh_ends_once_a_child_has_used_up_its_restarts(tmp_path: Path) -> None:
+    """The reason is that of the last death."""
+    deaths: asyncio.Queue[ChildDied] = asyncio.Queue()
+    broken = "import sys; sys.stdin.read(); print('no such model'); sys.exit(3)"
+    async with asyncio.TaskGroup() as group:
+        supervisor = Supervisor(group, deaths.put_nowait, clock=SystemClock(), say=print, restarts_per_minute=2)
+        supervisor.mark_ready()
+        await supervisor.start(_spec(tmp_path, "broken", broken))
+        async with asyncio.timeout(_WAIT_S):
+            death = await deaths.get()
+        await supervisor.stop(lambda _text: None)
+    assert death.status == 3
+    assert tail(tmp_path / "broken.log") == ["no such model"] * 3
+
+
+async def test_wrong_settings_are_not_tried_again(tmp_path: Path) -> None:
+    """They would be as wrong the next time."""
+    deaths: asyncio.Queue[ChildDied] = asyncio.Queue()
+    async with asyncio.TaskGroup() as group:
+        supervisor = Supervisor(group, deaths.put_nowait, clock=SystemClock(), say=print, restarts_per_minute=5)
+        supervisor.mark_ready()
+        await supervisor.start(_spec(tmp_path, "wrong", f"import sys; sys.exit({EXIT_SETTINGS})"))
+        async with asyncio.timeout(_WAIT_S):
+            assert (await deaths.get()).status == EXIT_SETTINGS
+        await supervisor.stop(lambda _text: None)
+
+
+async def test_a_child_that_waits_for_its_restart_delays_no_stop(tmp_path: Path) -> None:
+    """A mesh that is stopped meanwhile starts nothing more, and has nothing against that child."""
+    said: asyncio.Queue[str] = asyncio.Queue()
+    count = tmp_path / "count"
+    async with asyncio.TaskGroup() as group:
+        supervisor = Supervisor(
+            group,
+            lambda death: pytest.fail(str(death)),
+            clock=SystemClock(),
+            say=said.put_nowait,
+            restarts_per_minute=5,
+        )
+        child = await supervisor.start(_spec(tmp_path, "counting", _COUNTING, str(count)))
+        supervisor.mark_ready()
+        await _starts(count, 1)
+        child.kill()
+        async with asyncio.timeout(_WAIT_S):
+            assert "starting it again" in await said.get()
+        assert await supervisor.stop(said.put_nowait)
+    assert count.read_text(encoding="ascii") == "x"
+    assert said.empty()
+
+
+def test_pauses_grow_until_a_minutes_restarts_are_used_up() -> None:
+    """A minute after the first one there is room again."""
+    budget = RestartBudget(6)
+    assert [budget.pause_s(float(second)) for second in range(7)] == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, None]
+    assert budget.pause_s(60.0) == 5.0
+    assert RestartBudget(0).pause_s(0.0) is None
 
 
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from common.bus.port import Bus, StreamConfig
+from common.bus.port import BucketConfig, Bus, StreamConfig
 from common.runtime.clock import SystemClock
 from common.runtime.settings import environment
 from common.worker.settings import WorkerSettings
@@ -165,6 +165,10 @@ def _processes_of(folder: Path) -> list[int]:
     return found
 
 
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 async def test_a_mesh_lives_and_leaves_nothing(stage: _Stage) -> None:
     """The body meets a server and services that run; afterwards they have drained in order and no trace is left."""
     met: list[RunningMesh] = []
@@ -201,6 +205,32 @@ async def test_a_child_that_dies_ends_the_mesh(stage: _Stage) -> None:
     kept = [path.name for path in _left(stage) if path.is_file()]
     assert kept == ["broker.log", "decode-0.log", "nats.log", "prefill-0.log", "router.log"]
     assert _processes_of(stage.temporary) == []
+
+
+async def test_the_server_comes_back_at_its_address_with_what_it_kept(stage: _Stage) -> None:
+    """NATS that is killed is started again: same port, same store."""
+
+    async def create(bus: Bus) -> None:
+        await (await bus.ensure_bucket(BucketConfig(name="KEPT"))).put("key", b"value")
+
+    async def read(bus: Bus) -> None:
+        entry = await (await bus.ensure_bucket(BucketConfig(name="KEPT"))).get("key")
+        assert entry is not None
+        assert entry.value == b"value"
+
+    async def body(mesh: RunningMesh) -> None:
+        await _all_up(mesh)
+        await with_bus(mesh.nats_url, create, say=lambda _text: None)
+        (server,) = [pid for pid in _processes_of(stage.temporary) if b"nats-server" in _command(pid)]
+        os.kill(server, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while "nats runs again" not in stage.progress.getvalue():  # noqa: ASYNC110 - a text cannot be waited for
+                await asyncio.sleep(0.01)
+        await with_bus(mesh.nats_url, read, say=lambda _text: None)
+
+    assert await stage.run(body).run() == 0, stage.progress.getvalue()
+    assert "nats was killed by signal 9; starting it again in 0.2 s" in stage.progress.getvalue()
+    assert _left(stage) == []
 
 
 async def test_a_signal_drains(stage: _Stage) -> None:

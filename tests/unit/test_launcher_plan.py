@@ -29,8 +29,11 @@ class _Router(msgspec.Struct, frozen=True, kw_only=True):
 class _Broker(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan needs of a broker's settings."""
 
+    broker_id: str = "broker-0"
     nats_url: str = ""
     drain_timeout_s: float = 30.0
+    admin_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    admin_host: str = "127.0.0.1"
 
 
 _STRUCTS = SettingsStructs(
@@ -110,6 +113,24 @@ def test_workers_are_numbered_by_role(model: str) -> None:
     assert plan.router.settings.value.expected_workers == ("prefill-0", "big", "decode-0", "prefill-1")
 
 
+def test_brokers_that_stand_by_are_alike_but_for_their_ids(model: str) -> None:
+    """The first keeps the role's name and the id that it was given; a fixed port is for one of them only."""
+    plan = _plan(model, overrides=("brokers=3", "drain_timeout_s=3"))
+    assert [service.name for service in plan.services[:3]] == ["broker", "broker-1", "broker-2"]
+    values = [broker.settings.value for broker in plan.brokers]
+    assert [value.broker_id for value in values] == ["broker-0", "broker-1", "broker-2"]
+    assert {value.drain_timeout_s for value in values} == {3.0}
+    (problem,) = _problems(model, overrides=("brokers=2", "broker.admin_port=9100"))
+    assert problem.startswith("broker admin_port, broker-1 admin_port = 9100")
+
+
+def test_no_restart_is_a_setting_of_the_launcher(model: str) -> None:
+    """The flag and the setting say the same."""
+    assert _plan(model).launcher.restarts_per_minute == 5
+    assert _plan(model, restart=False).launcher.restarts_per_minute == 0
+    assert _plan(model, overrides=("restarts_per_minute=1",)).launcher.restarts_per_minute == 1
+
+
 def test_each_place_reaches_who_it_is_meant_for(model: str) -> None:
     """SPEC wins over `--set`, which reaches every service that knows the key, or the one role that it names."""
     plan = _plan(
@@ -122,7 +143,7 @@ def test_each_place_reaches_who_it_is_meant_for(model: str) -> None:
     )
     prefill, decode = (worker.settings.value for worker in plan.workers)
     assert (prefill.num_blocks, decode.num_blocks, prefill.tp, decode.tp) == (8, 32, 2, 4)
-    assert (plan.router.settings.value.port, plan.broker.settings.value.drain_timeout_s) == (9000, 3.0)
+    assert (plan.router.settings.value.port, plan.brokers[0].settings.value.drain_timeout_s) == (9000, 3.0)
     assert str(plan.router.settings.value.model) == str(prefill.model) == model
 
 

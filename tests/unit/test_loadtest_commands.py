@@ -83,7 +83,7 @@ def test_a_mesh_is_started_with_the_launchers_own_command(model: Path) -> None:
     words = spec.command(port=1, nats_port=2, logs=model)
     assert words[1:5] == ("-P", "-m", "services.launcher", "up")
     assert words[9:13] == ("--prefill", "tp=2", "--decode", "--set")
-    assert words[-1] == "engine=fake"
+    assert words[-2:] == ("engine=fake", "--no-restart")
 
 
 def test_workers_are_called_as_the_launcher_calls_them(model: Path) -> None:
