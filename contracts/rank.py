@@ -1,7 +1,7 @@
 """What a worker's asyncio process and its rank processes say to each other, one msgpack message a datagram.
 
-Every command is answered by every rank, in the order in which commands were sent; `PartPushed`, `PeerLinked` and
-`RankProgress` come on their own. Versions are not mixed here: both ends are the same build.
+Every command is answered by every rank, in the order in which commands were sent; `PartPushed`, `PeerLinked`, `RankProgress`,
+and what is said of a pull come on their own. Versions are not mixed here: both ends are the same build.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contracts.dataplane import RegionDescriptor
 from contracts.errors import CodecError, ErrorInfo
 from contracts.handoff import Grant, GrantSecret
 from contracts.manifest import Namespace, RankManifest, Role
+from contracts.pull import ShardPull
 from contracts.requests import SamplingParams, WorkerRef
 
 MAX_RANK_MESSAGE_BYTES: Final = 192 * 1024
@@ -32,7 +33,8 @@ class CollectivesKind(StrEnum):
 class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
     """The first message to a rank: load your shard, allocate your region. Answered by `RankStarted`.
 
-    It is tensor-parallel rank `rank` of `tp`, in replica `dp_rank` of the `dp` that its worker has.
+    It is tensor-parallel rank `rank` of `tp`, in replica `dp_rank` of the `dp` that its worker has. Behind its caches it keeps
+    `num_staging_rows` rows, each for what one sequence's states are made of while they are being pulled.
     """
 
     worker_id: str
@@ -45,6 +47,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
     block_size: int
     num_blocks: int
     num_slots: int
+    num_staging_rows: int = 0
     max_step_tokens: int
     max_step_sequences: int
     dtype: str = "float32"
@@ -99,15 +102,17 @@ class AddPeerRank(msgspec.Struct, frozen=True, kw_only=True, tag="add_peer_rank"
 class LinkPeer(msgspec.Struct, frozen=True, kw_only=True, tag="link_peer"):
     """Begin to compile the plan against a peer whose ranks have been added, and to connect to the regions of all its replicas.
 
+    `side` is the peer's: this rank pushes to a destination, and pulls from a source. A peer is linked one way at a time.
     Answered by `Done` at once. `PeerLinked` follows with the same `attempt`, unless the peer is unlinked or linked anew before.
     """
 
     peer: WorkerRef
     attempt: int
+    side: PeerSide = PeerSide.DESTINATION
 
 
 class PeerLinked(msgspec.Struct, frozen=True, kw_only=True, tag="peer_linked"):
-    """What came of a `LinkPeer`: pushes may go to the peer, in place of an earlier link. With an `error` an earlier link stays."""
+    """What came of a `LinkPeer`: bytes may move, in place of an earlier link. With an `error` an earlier link stays."""
 
     rank: int
     peer: WorkerRef
@@ -136,7 +141,8 @@ class BindSequence(msgspec.Struct, frozen=True, kw_only=True, tag="bind_sequence
     """Give a sequence its memory, write `generation` into the header cells of its blocks and slot, zero its states.
 
     On a decode worker this is the reservation: after it the cells say who may write, and peers of other hosts show `secret`.
-    Without a secret nobody but this worker writes there. Answered by `Done`.
+    Without a secret nobody but this worker writes there. `staging_row` belongs to the sequence until it is released; one that is to
+    pull states needs it. Answered by `Done`.
     """
 
     seq: int
@@ -148,13 +154,33 @@ class BindSequence(msgspec.Struct, frozen=True, kw_only=True, tag="bind_sequence
     sampling: SamplingParams
     push: PushTarget | None = None
     secret: GrantSecret = ""
+    staging_row: int | None = None
+
+
+class Extension(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Blocks that a bound sequence gets behind those that it has."""
+
+    seq: int
+    block_ids: tuple[int, ...]
+
+
+class ExtendSequences(msgspec.Struct, frozen=True, kw_only=True, tag="extend_sequences"):
+    """Give bound sequences more blocks, and write `generation`, a new one, into the blocks' header cells.
+
+    Grants keep their generation, and so name the older blocks alone: no peer may write into these. Answered by `Done`; with an
+    `error` no sequence of the command has got any.
+    """
+
+    generation: int
+    extensions: tuple[Extension, ...]
 
 
 class ReleaseSequences(msgspec.Struct, frozen=True, kw_only=True, tag="release_sequences"):
     """Take the memory of sequences back: raise their cells to `generation`, wait up to `timeout_ms` for writers under way.
 
-    Pushes of the sequence that have not begun are dropped, one under way is waited for. Unknown sequences are no error.
-    Answered by `Done`; sequences whose writers did not stop are listed in `indeterminate`: their blocks stay in quarantine.
+    Pushes and shards of the sequence that have not begun are dropped, those under way are waited for. Unknown sequences are no
+    error. Answered by `Done`; sequences whose writers did not stop, or into whose memory something is still being read, are listed
+    in `indeterminate`: their blocks, slot and staging row stay in quarantine until a later release says otherwise.
     """
 
     seqs: tuple[int, ...]
@@ -239,18 +265,86 @@ class PartPushed(msgspec.Struct, frozen=True, kw_only=True, tag="part_pushed"):
     reason: str = ""
 
 
+class PullShards(msgspec.Struct, frozen=True, kw_only=True, tag="pull_shards"):
+    """Read the caches of `roles` of a bound sequence from every rank of `source`, a grant to read in a linked source worker.
+
+    KEY and VALUE of the tokens from `num_cached_tokens` to the end of the prompt go straight into the sequence's blocks. CONV and
+    SSM go into its staging row, and from there into its slot once every shard of this rank is there. With `parallel` the shards
+    are read side by side, else one after the other. `lock` numbers the pulls of a sequence. Answered by `Done` as soon as it has
+    begun; `ShardPulled`, `RoleMerged` and at last `PullStopped` follow.
+    """
+
+    seq: int
+    lock: int
+    source: Grant
+    roles: tuple[Role, ...]
+    num_cached_tokens: int
+    parallel: bool
+    timeout_ms: int
+
+
+class PulledPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What has arrived of one part: tokens `[start, end)` of KEY or VALUE, `[0, 1)` of a state."""
+
+    namespace: Namespace
+    role: Role
+    layer: int
+    source_rank: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+class ShardPulled(msgspec.Struct, frozen=True, kw_only=True, tag="shard_pulled"):
+    """The read of one shard has begun (state `pulling`), or is over (`done`, `failed`). A shard that never began only fails.
+
+    `parts` are those of KEY and VALUE, which are in their places; states are, once they are merged.
+    """
+
+    rank: int
+    seq: int
+    lock: int
+    shard: ShardPull
+    parts: tuple[PulledPart, ...] = ()
+
+
+class RoleMerged(msgspec.Struct, frozen=True, kw_only=True, tag="role_merged"):
+    """All shards are there, and the states of one role are in the sequence's slot: `parts` of all source ranks."""
+
+    rank: int
+    seq: int
+    lock: int
+    role: Role
+    merge_ms: float
+    parts: tuple[PulledPart, ...]
+
+
+class PullStopped(msgspec.Struct, frozen=True, kw_only=True, tag="pull_stopped"):
+    """Nothing is read or merged any more for this pull, at this rank. With an `error` nothing has been merged.
+
+    `started_ns` is when the rank began with the pull, `ended_ns` when the last shard was over and merged (host monotonic).
+    """
+
+    rank: int
+    seq: int
+    lock: int
+    started_ns: int
+    ended_ns: int
+    error: ErrorInfo | None = None
+
+
 class ScanRank(msgspec.Struct, frozen=True, kw_only=True, tag="scan_rank"):
     """Ask a rank what it holds, by walking its tables. Answered by `RankScan`."""
 
 
 class RankScan(msgspec.Struct, frozen=True, kw_only=True, tag="rank_scan"):
-    """What a rank holds right now."""
+    """What a rank holds right now: among others pulls that have not ended, and the staging rows that bound sequences own."""
 
     rank: int
     seqs: tuple[int, ...]
     num_queued_pushes: int
     num_open_fds: int
     num_memfds: int
+    num_pulls: int = 0
+    staging_rows: tuple[int, ...] = ()
 
 
 class StopRank(msgspec.Struct, frozen=True, kw_only=True, tag="stop_rank"):
@@ -266,10 +360,21 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 
 RankCommand: TypeAlias = (
-    StartRank | AddPeerRank | LinkPeer | UnlinkPeer | BindSequence | ReleaseSequences | StepPlan | ScanRank | StopRank
+    StartRank
+    | AddPeerRank
+    | LinkPeer
+    | UnlinkPeer
+    | BindSequence
+    | ExtendSequences
+    | ReleaseSequences
+    | PullShards
+    | StepPlan
+    | ScanRank
+    | StopRank
 )
 RankAnswer: TypeAlias = RankStarted | StepDone | RankScan | Done
-RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed | PeerLinked
+PullReport: TypeAlias = ShardPulled | RoleMerged | PullStopped
+RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed | PeerLinked | PullReport
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _commands: Final = msgspec.msgpack.Decoder(RankCommand)

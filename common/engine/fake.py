@@ -7,12 +7,14 @@ continues it alike: what a mesh of fake engines streams can be compared with `fa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
 
-from common.engine.port import EngineError, EngineInfo, StepResult
+from common.engine.fake_pull import STATES, FakePull, FakeReads
+from common.engine.port import EngineError, EngineInfo, PullResult, StepResult
+from common.engine.pull_reports import Pulls
 from common.layout.planner import ReshardPlan, plan
 from common.layout.refusal import PlanRefusedError
 from common.layout.region import lay_out
@@ -23,7 +25,11 @@ from contracts.handoff import Grant
 from contracts.manifest import CacheDtypes, Coordinates, Dtype, PlannedPart, Role
 from contracts.rank import (
     BindSequence,
+    ExtendSequences,
     PartPushed,
+    PeerSide,
+    PullReport,
+    PullShards,
     PushOutcome,
     RankProgress,
     RankScan,
@@ -53,14 +59,15 @@ def fake_token(seed: int, position: int) -> int:
 
 
 class _Link(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan to one worker, and how many replicas it has."""
+    """The plan to one worker, or from it, and how many replicas it has. `side` is the worker's."""
 
     plan: ReshardPlan
     dp: int
+    side: PeerSide
 
 
 class FakeEngine:
-    """See `common.engine.port.Engine`. A step takes `step_s` seconds of the clock."""
+    """See `common.engine.port.Engine`. A step takes `step_s` seconds of the clock, a pull what `reads` says."""
 
     def __init__(
         self,
@@ -74,10 +81,14 @@ class FakeEngine:
         block_size: int = 16,
         num_blocks: int = 256,
         num_slots: int = 32,
+        num_staging_rows: int = 0,
         step_s: float = 0.0,
     ) -> None:
         self._clock = clock
         self._step_s = step_s
+        self.reads: Final = FakeReads()
+        self._pulls = Pulls(tp)
+        self._reading: dict[int, FakePull] = {}
         self._sequences: dict[int, BindSequence] = {}
         self._links: dict[WorkerRef, _Link] = {}
         self._pushes: asyncio.Queue[PartPushed] = asyncio.Queue(_MAX_PUSHES)
@@ -107,6 +118,7 @@ class FakeEngine:
             block_size=block_size,
             num_blocks=num_blocks,
             num_slots=num_slots,
+            num_staging_rows=num_staging_rows,
             ranks=tuple(
                 RankStarted(
                     rank=rank,
@@ -127,10 +139,18 @@ class FakeEngine:
 
     async def link(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
         """Compile the plan; there is nothing to connect to."""
+        self._link(peer, PeerSide.DESTINATION, ranks)
+
+    async def link_source(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
+        """The same for the other direction."""
+        self._link(peer, PeerSide.SOURCE, ranks)
+
+    def _link(self, peer: WorkerRef, side: PeerSide, ranks: tuple[WorkerDescription, ...]) -> None:
         own = [rank.manifest for rank in self._info.ranks]
         try:
-            replicas = split_replicas("destination", [rank.manifest for rank in ranks])
-            self._links[peer] = _Link(plan=plan(own, replicas[0]), dp=len(replicas))
+            replicas = split_replicas(side.value, [rank.manifest for rank in ranks])
+            found = plan(replicas[0], own) if side is PeerSide.SOURCE else plan(own, replicas[0])
+            self._links[peer] = _Link(plan=found, dp=len(replicas), side=side)
         except PlanRefusedError as error:
             self._links.pop(peer, None)
             raise EngineError(error.message, code=error.code) from error
@@ -140,17 +160,77 @@ class FakeEngine:
         self._links.pop(peer, None)
 
     async def bind(self, binding: BindSequence) -> None:
-        """Remember the sequence. Like a rank, it refuses a push to a replica that it is not linked with."""
+        """Remember the sequence. Like a rank, it refuses a push to a replica that it is not linked with, and a staging row in use."""
         if binding.push is not None:
-            self._link_of(binding.push.grant)
+            self._link_of(binding.push.grant, PeerSide.DESTINATION)
+        row = binding.staging_row
+        if row is not None and not 0 <= row < self._info.num_staging_rows:
+            raise EngineError(f"staging_row: {row} is not allowed; the rule is: below {self._info.num_staging_rows}")
+        for other in self._sequences.values():
+            if row is not None and other.staging_row == row:
+                raise EngineError(f"staging_row: {row} is held by sequence {other.seq}")
         self._sequences[binding.seq] = binding
 
+    async def pull(self, command: PullShards, observe: Callable[[PullReport], None]) -> PullResult:
+        """See `Engine.pull`. Cancelling it ends it, for all who wait for it."""
+        link = self._link_of(command.source, PeerSide.SOURCE)
+        binding = self._sequences.get(command.seq)
+        if binding is None:
+            raise EngineError(f"seq: {command.seq} is not bound")
+        if binding.staging_row is None and STATES.intersection(command.roles):
+            raise EngineError(f"staging_row: sequence {command.seq} has none; the rule is: one, to pull states")
+        pulling, is_new = self._pulls.begin(command, observe)
+        if is_new:
+            reading = self._reading[command.seq] = FakePull(
+                pulling,
+                binding=binding,
+                plan=link.plan,
+                num_ranks=len(self._info.ranks),
+                reads=self.reads,
+                clock=self._clock,
+                put=self._pulls.put,
+            )
+            await reading.run()
+        return await asyncio.shield(pulling.ended)
+
+    async def extend(self, command: ExtendSequences) -> None:
+        """Remember the blocks. Like a rank, it refuses all of them when a sequence is unknown or a block is somebody's."""
+        held = {block for binding in self._sequences.values() for block in binding.block_ids}
+        for extension in command.extensions:
+            if extension.seq not in self._sequences:
+                raise EngineError(f"seq: {extension.seq} is not bound")
+            if held.intersection(extension.block_ids):
+                raise EngineError(f"block_ids: {extension.block_ids} are not all free")
+            held.update(extension.block_ids)
+        for extension in command.extensions:
+            binding = self._sequences[extension.seq]
+            self._sequences[extension.seq] = msgspec.structs.replace(
+                binding, block_ids=(*binding.block_ids, *extension.block_ids)
+            )
+
     async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
-        """Forget the sequences. No writer is ever under way."""
-        del generation, timeout_ms
-        for seq in seqs:
+        """Forget the sequences. No writer is ever under way, but a pull may be."""
+        del generation
+        indeterminate = [seq for seq in seqs if not await self._is_idle(seq, timeout_ms / 1000)]
+        free = [seq for seq in seqs if seq not in indeterminate]
+        for seq in free:
             self._sequences.pop(seq, None)
-        return frozenset()
+        self._pulls.forget(free)
+        return frozenset(indeterminate)
+
+    async def _is_idle(self, seq: int, timeout_s: float) -> bool:
+        """Whether nothing is being pulled into a sequence any more, waiting for shards under way."""
+        reading = self._reading.get(seq)
+        if reading is None:
+            return True
+        reading.give_up()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await reading.idle.wait()
+        except TimeoutError:
+            return False
+        del self._reading[seq]
+        return True
 
     async def step(self, plan: StepPlan) -> StepResult:
         """Draw what was asked for, and report the parts of sequences with a push target as pushed."""
@@ -183,8 +263,18 @@ class FakeEngine:
     async def scan(self) -> tuple[RankScan, ...]:
         """The bound sequences, the same on each rank."""
         seqs = tuple(sorted(self._sequences))
+        held = (binding.staging_row for binding in self._sequences.values())
+        rows = tuple(sorted(row for row in held if row is not None))
         return tuple(
-            RankScan(rank=rank.rank, seqs=seqs, num_queued_pushes=0, num_open_fds=0, num_memfds=0)
+            RankScan(
+                rank=rank.rank,
+                seqs=seqs,
+                num_queued_pushes=0,
+                num_open_fds=0,
+                num_memfds=0,
+                num_pulls=sum(not reading.idle.is_set() for reading in self._reading.values()),
+                staging_rows=rows,
+            )
             for rank in self._info.ranks
         )
 
@@ -201,13 +291,14 @@ class FakeEngine:
         """Forget everything."""
         self._sequences.clear()
         self._links.clear()
+        self._pulls.die("the engine was stopped")
 
     def _pushes_of(self, item: StepItem, binding: BindSequence, started_ns: int, ended_ns: int) -> Iterator[PartPushed]:
         target = binding.push
         if target is None:
             return
         start, end = max(item.start, target.num_cached_tokens), item.start + item.num_tokens
-        for part in self._link_of(target.grant).plan.parts:
+        for part in self._link_of(target.grant, PeerSide.DESTINATION).plan.parts:
             if part.role in target.pulled:
                 continue
             if part.role in {Role.CONV, Role.SSM}:
@@ -216,10 +307,10 @@ class FakeEngine:
             elif start < end:
                 yield _pushed(part, binding, start, end, started_ns, ended_ns)
 
-    def _link_of(self, grant: Grant) -> _Link:
+    def _link_of(self, grant: Grant, side: PeerSide) -> _Link:
         link = self._links.get(WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation))
-        if link is None:
-            raise EngineError(f"grant.worker_id: {grant.worker_id} is not linked")
+        if link is None or link.side is not side:
+            raise EngineError(f"grant.worker_id: {grant.worker_id} is not linked as a {side}")
         if grant.dp_rank >= link.dp:
             raise EngineError(f"grant.dp_rank: {grant.dp_rank} is not allowed; the rule is: below {link.dp}")
         return link

@@ -5,14 +5,19 @@ Adapters: `common.engine.rank_group` (ranks in processes, or in threads for test
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
-from contracts.errors import ErrorCode, PdmeshError
+from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
+from contracts.pull import RoleMerge, ShardPull
 from contracts.rank import (
     BindSequence,
+    ExtendSequences,
     PartPushed,
+    PullReport,
+    PullShards,
     RankProgress,
     RankScan,
     RankStarted,
@@ -36,7 +41,10 @@ class EngineDeadError(PdmeshError):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a started engine is. `ranks` are in the order of their tensor-parallel rank."""
+    """What a started engine is. `ranks` are in the order of their tensor-parallel rank.
+
+    `num_staging_rows` sequences can pull states at the same time: each needs a row of its own, 0 to `num_staging_rows - 1`.
+    """
 
     model_fingerprint: str
     vocab_size: int
@@ -46,6 +54,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     num_slots: int
+    num_staging_rows: int = 0
     ranks: tuple[RankStarted, ...]
 
 
@@ -59,11 +68,30 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     layer_started_ns: tuple[tuple[int, ...], ...]
 
 
+class PullResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a pull, on all ranks alike.
+
+    Without an `error` everything that was asked for is in its final place. With one, no rank that missed a shard has merged
+    anything: its states are what they were before. But another rank may have, and what there is of KEY and VALUE is undefined: the
+    sequence is to be released, or pulled anew, which puts everything into its place once more. `shards` has the last state of each, by source,
+    then destination rank. `wait_ms` is the time from the beginning of the first read to the end of the last, `merges` how long each
+    role took on the slowest rank, `total_ms` all of it.
+    """
+
+    shards: tuple[ShardPull, ...]
+    merges: tuple[RoleMerge, ...]
+    num_bytes: int
+    wait_ms: float
+    total_ms: float
+    parallel: bool
+    error: ErrorInfo | None = None
+
+
 class Engine(Protocol):
     """A group of ranks that share one model: one replica of a worker.
 
-    Commands are sequential: one caller at a time, in the order in which all ranks see them. Only `link` may go on beside other
-    commands. Each raises `EngineError` when the command failed alike on all ranks, `EngineDeadError` when the engine is lost.
+    Commands are sequential: one caller at a time, in the order in which all ranks see them. Only `link`, `link_source` and `pull`
+    may go on beside other commands, and several of each beside each other. Each raises `EngineError` when the command failed alike on all ranks, `EngineDeadError` when the engine is lost.
     Every wait inside has a deadline.
     """
 
@@ -81,16 +109,58 @@ class Engine(Protocol):
         """
         ...
 
+    async def link_source(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
+        """The same for a peer that this engine is to pull from: the plan goes from the peer to this engine's ranks.
+
+        `ranks` are the ranks of all replicas of the peer, in any order; a pull reads from the replica that its grant names. Like
+        `link` in all else: it holds nothing up, takes the place of an earlier link with the peer, of either kind, and is undone by
+        `unlink`. It connects to every source rank that holds something for this rank: `link_source` proves that they can be reached.
+        """
+        ...
+
     async def unlink(self, peer: WorkerRef) -> None:
-        """Forget a peer, or give up linking with it."""
+        """Forget a peer, linked either way, or give up linking with it. What is being pulled from it fails soon."""
         ...
 
     async def bind(self, binding: BindSequence) -> None:
-        """Give a sequence its memory on every rank; on return every header cell holds its generation."""
+        """Give a sequence its memory on every rank; on return every header cell holds its generation.
+
+        A sequence that is to pull CONV or SSM names its `staging_row`; one that another bound sequence holds is refused. A source
+        whose cache is to be read names a `secret`: over tcp nobody reads without it.
+        """
+        ...
+
+    async def pull(self, command: PullShards, observe: Callable[[PullReport], None]) -> PullResult:
+        """Read what `command` names from a linked source into a bound sequence, and wait until it is over on every rank.
+
+        Steps, bindings, releases and other pulls go on meanwhile: do not hold any lock of the engine over it. `observe` is called on
+        the event loop with each report of each rank, in each rank's order: `ShardPulled` when a read begins and when it is over,
+        with the parts of KEY and VALUE that are in their places; `RoleMerged` with the parts of CONV or SSM; `PullStopped`. It must
+        not raise. Every shard that has begun is waited for, even when one fails; then the rank begins with no other, merges nothing,
+        and the result has its first error. A source that takes its memory back meanwhile makes the pull fail: what was read does not
+        count. Reads end by `command.timeout_ms`.
+
+        Idempotent by `command.lock` until the sequence is released: the same number again waits for, or gives, the same result,
+        and `observe` is told again what was reported before. Raises `EngineError` when no pull was begun because of it: for a lower
+        number than the last, a higher one while the last is under way, a sequence that is not bound, a peer that is not linked as a
+        source, roles without a staging row; and when a rank says nothing in time. Then release the sequence, or try a higher number.
+        Cancelling it lets the ranks go on: `release` ends a pull.
+        """
+        ...
+
+    async def extend(self, command: ExtendSequences) -> None:
+        """Give bound sequences more blocks on every rank; on return the blocks' header cells hold the command's generation.
+
+        After an error release every sequence of the command: some rank may have given the blocks.
+        """
         ...
 
     async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
-        """Take memory back on every rank; returns the sequences whose memory some writer may still touch."""
+        """Take memory back on every rank; returns the sequences whose memory some writer may still touch.
+
+        A pull of the sequence is given up: shards that have not begun never do, those under way are waited for up to the timeout.
+        A sequence that is returned keeps its blocks, its slot and its staging row; releasing it again later says whether they are free.
+        """
         ...
 
     async def step(self, plan: StepPlan) -> StepResult:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, assert_never
 
+import msgspec
 import torch
 
 from common.dataplane.failpoints import parse_failpoints
@@ -37,9 +38,12 @@ from contracts.rank import (
     AddPeerRank,
     BindSequence,
     Done,
+    ExtendSequences,
     LinkPeer,
     PartPushed,
     PeerLinked,
+    PeerSide,
+    PullShards,
     RankAnswer,
     RankCommand,
     RankProgress,
@@ -169,12 +173,20 @@ class Rank:
         match command:
             case BindSequence():
                 self._bind(command)
+            case ExtendSequences():
+                self._extend(command)
             case ReleaseSequences():
                 return self._release(command)
             case AddPeerRank():
                 self._peers.add(command)
             case LinkPeer():
+                if command.side is PeerSide.SOURCE:
+                    raise InvalidValueError(field="side", value=command.side, rule="destination: these ranks only push")
                 self._peers.link(command.peer, command.attempt)
+            case PullShards():
+                raise InvalidValueError(
+                    field="seq", value=command.seq, rule="one that is pushed: these ranks pull nothing"
+                )
             case UnlinkPeer():
                 self._peers.unlink(command.peer)
             case ScanRank():
@@ -220,20 +232,42 @@ class Rank:
             self._region.set_generations(cells, binding.generation)
         self._sequences[binding.seq] = BoundSequence(binding=binding, peer=peer)
 
+    def _extend(self, command: ExtendSequences) -> None:
+        """Grow sequences: the cells are written before anybody learns that the blocks are theirs."""
+        added: set[int] = set()
+        for extension in command.extensions:
+            if extension.seq not in self._sequences:
+                raise InvalidValueError(field="seq", value=extension.seq, rule="a bound sequence")
+            self._check_blocks(extension.block_ids)
+            if not added.isdisjoint(extension.block_ids):
+                rule = "each block once in a command"
+                raise InvalidValueError(field="block_ids", value=extension.block_ids, rule=rule)
+            added.update(extension.block_ids)
+        self._region.set_generations(sorted(added), command.generation)
+        for extension in command.extensions:
+            sequence = self._sequences[extension.seq]
+            blocks = (*sequence.binding.block_ids, *extension.block_ids)
+            sequence.binding = msgspec.structs.replace(sequence.binding, block_ids=blocks)
+
     def _check_binding(self, binding: BindSequence) -> None:
         if binding.seq in self._sequences:
             raise InvalidValueError(field="seq", value=binding.seq, rule="not bound already")
         if not 0 <= binding.slot < self._start.num_slots:
             raise InvalidValueError(field="slot", value=binding.slot, rule=f"0 to {self._start.num_slots - 1}")
-        blocks = set(binding.block_ids)
-        if len(blocks) != len(binding.block_ids) or not blocks <= set(range(self._start.num_blocks)):
-            rule = f"different ids from 0 to {self._start.num_blocks - 1}"
-            raise InvalidValueError(field="block_ids", value=binding.block_ids, rule=rule)
+        self._check_blocks(binding.block_ids)
         for other in self._sequences.values():
             if other.binding.slot == binding.slot:
                 raise InvalidValueError(
                     field="slot", value=binding.slot, rule=f"not held by sequence {other.binding.seq}"
                 )
+
+    def _check_blocks(self, block_ids: tuple[int, ...]) -> None:
+        """Raise `InvalidValueError` unless these are different blocks of this rank that no sequence holds."""
+        blocks = set(block_ids)
+        if len(blocks) != len(block_ids) or not blocks <= set(range(self._start.num_blocks)):
+            rule = f"different ids from 0 to {self._start.num_blocks - 1}"
+            raise InvalidValueError(field="block_ids", value=block_ids, rule=rule)
+        for other in self._sequences.values():
             shared = blocks.intersection(other.binding.block_ids)
             if shared:
                 rule = f"none held by sequence {other.binding.seq}"

@@ -10,17 +10,21 @@ from typing import Final, TypeVar
 
 from common.engine.link_reports import LinkReports
 from common.engine.port import EngineDeadError
+from common.engine.pull_reports import Pulls
 from contracts.errors import CodecError
 from contracts.rank import (
     MAX_RANK_MESSAGE_BYTES,
     Done,
     PartPushed,
     PeerLinked,
+    PullStopped,
     RankAnswer,
     RankCommand,
     RankProgress,
     RankScan,
     RankStarted,
+    RoleMerged,
+    ShardPulled,
     StepDone,
     StopRank,
     decode_message,
@@ -60,6 +64,7 @@ class RankChannels:
         self._pushes: asyncio.Queue[PartPushed | None] = asyncio.Queue(MAX_PUSH_REPORTS)
         self._progress: asyncio.Queue[RankProgress | None] = asyncio.Queue(MAX_PUSH_REPORTS)
         self.links = LinkReports(size)
+        self.pulls = Pulls(size)
         self._death: str | None = None
 
     def attach(self, connections: Sequence[socket.socket]) -> None:
@@ -147,6 +152,7 @@ class RankChannels:
                     ask.future.exception()
             asks.clear()
         self.links.die(reason)
+        self.pulls.die(reason)
         for queue in (self._pushes, self._progress):
             if queue.full():
                 queue.get_nowait()
@@ -183,6 +189,8 @@ class RankChannels:
                         self._pushes.put_nowait(message)
                     case PeerLinked():
                         self.links.put(rank, message)
+                    case ShardPulled() | RoleMerged() | PullStopped():
+                        self.pulls.put(message)
                     case RankProgress():
                         self._progress.put_nowait(message)
                     case RankStarted() | StepDone() | RankScan() | Done():

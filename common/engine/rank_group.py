@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +13,7 @@ import msgspec
 
 from common.engine.config import load_config
 from common.engine.link_reports import Linking
-from common.engine.port import EngineDeadError, EngineError, EngineInfo, StepResult
+from common.engine.port import EngineDeadError, EngineError, EngineInfo, PullResult, StepResult
 from common.engine.rank_channels import RankChannels
 from common.engine.rank_launch import Launcher, RankHandle
 from common.runtime.clock import SystemClock
@@ -23,10 +23,13 @@ from contracts.rank import (
     AddPeerRank,
     BindSequence,
     Done,
+    ExtendSequences,
     LinkPeer,
     PartPushed,
     PeerLinked,
     PeerSide,
+    PullReport,
+    PullShards,
     RankAnswer,
     RankCommand,
     RankProgress,
@@ -111,15 +114,23 @@ class RankGroup:
             block_size=first.block_size,
             num_blocks=first.num_blocks,
             num_slots=first.num_slots,
+            num_staging_rows=first.num_staging_rows,
             ranks=answers,
         )
 
     async def link(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
-        """See `Engine.link`. This engine is the source. Of more than `MAX_CONNECTING` at a time the last wait for the first."""
+        """See `Engine.link`. Of more than `MAX_CONNECTING` at a time, either way, the last wait for the first."""
+        await self._link(peer, PeerSide.DESTINATION, ranks)
+
+    async def link_source(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
+        """See `Engine.link_source`."""
+        await self._link(peer, PeerSide.SOURCE, ranks)
+
+    async def _link(self, peer: WorkerRef, side: PeerSide, ranks: tuple[WorkerDescription, ...]) -> None:
         async with self._connecting:
             linking = self._channels.links.begin(peer, next(self._attempts))
             try:
-                await self._begin_link(linking, ranks)
+                await self._begin_link(linking, side, ranks)
                 await self._reports_of(linking)
             except EngineDeadError:
                 raise
@@ -146,11 +157,37 @@ class RankGroup:
         if errors:
             self._raise_verdict(errors, len(answers))
 
+    async def extend(self, command: ExtendSequences) -> None:
+        """See `Engine.extend`."""
+        await self._tell(command, self._timeouts.command_s)
+
     async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
         """See `Engine.release`."""
         command = ReleaseSequences(seqs=seqs, generation=generation, timeout_ms=timeout_ms)
         answers = await self._tell(command, self._timeouts.command_s + timeout_ms / 1000 * max(1, len(seqs)))
-        return frozenset(seq for answer in answers for seq in answer.indeterminate)
+        indeterminate = frozenset(seq for answer in answers for seq in answer.indeterminate)
+        self._channels.pulls.forget(seq for seq in seqs if seq not in indeterminate)
+        return indeterminate
+
+    async def pull(self, command: PullShards, observe: Callable[[PullReport], None]) -> PullResult:
+        """See `Engine.pull`."""
+        self._channels.check_alive()
+        pulling, is_new = self._channels.pulls.begin(command, observe)
+        if is_new:
+            try:
+                await self._tell(command, self._timeouts.command_s)
+            except EngineDeadError:
+                raise
+            except PdmeshError as error:
+                self._channels.pulls.refuse(pulling, error)
+                raise
+        timeout_s = command.timeout_ms / 1000 + self._timeouts.command_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(pulling.ended)
+        except TimeoutError as error:
+            text = f"ranks {pulling.silent_ranks()} did not say within {timeout_s:g} s what came of a pull"
+            raise EngineError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
 
     async def step(self, plan: StepPlan) -> StepResult:
         """See `Engine.step`."""
@@ -213,17 +250,15 @@ class RankGroup:
                 connection.close()
         self._channels.attach(ours)
 
-    async def _begin_link(self, linking: Linking, ranks: tuple[WorkerDescription, ...]) -> None:
-        """Let all ranks begin an attempt. Raises the verdict when any of them refuses."""
+    async def _begin_link(self, linking: Linking, side: PeerSide, ranks: tuple[WorkerDescription, ...]) -> None:
+        """Let all ranks begin an attempt; `side` is the peer's. Raises the verdict when any of them refuses."""
         peer = linking.peer
+        own_side = PeerSide.SOURCE if side is PeerSide.DESTINATION else PeerSide.DESTINATION
         commands: list[RankCommand] = [
-            AddPeerRank(peer=peer, side=PeerSide.SOURCE, manifest=own.manifest) for own in self._manifests
+            AddPeerRank(peer=peer, side=own_side, manifest=own.manifest) for own in self._manifests
         ]
-        commands += [
-            AddPeerRank(peer=peer, side=PeerSide.DESTINATION, manifest=rank.manifest, region=rank.region)
-            for rank in ranks
-        ]
-        commands.append(LinkPeer(peer=peer, attempt=linking.attempt))
+        commands += [AddPeerRank(peer=peer, side=side, manifest=rank.manifest, region=rank.region) for rank in ranks]
+        commands.append(LinkPeer(peer=peer, attempt=linking.attempt, side=side))
         rounds = [[command] * len(self._starts) for command in commands]
         for answers in await self._channels.ask_in_turn(rounds, self._timeouts.command_s):
             self._check(answers)

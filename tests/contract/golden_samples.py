@@ -98,6 +98,9 @@ SHARD: Final = pull.ShardPull(
     duration_ms=0.5,
     reason="the generation had changed",
 )
+PULLED_PART: Final = rank.PulledPart(
+    namespace=Namespace.TARGET, role=Role.CONV, layer=0, source_rank=1, ranges=((0, 1),)
+)
 DIGEST: Final = handoff.PartDigest(
     namespace=Namespace.TARGET,
     role=Role.CONV,
@@ -465,6 +468,7 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         block_size=16,
         num_blocks=64,
         num_slots=8,
+        num_staging_rows=4,
         max_step_tokens=512,
         max_step_sequences=32,
         dtype="bfloat16",
@@ -487,7 +491,7 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         load_ms=12.5,
     ),
     rank.AddPeerRank(peer=DECODE, side=rank.PeerSide.DESTINATION, manifest=MANIFEST, region=REGION),
-    rank.LinkPeer(peer=DECODE, attempt=3),
+    rank.LinkPeer(peer=DECODE, attempt=3, side=rank.PeerSide.SOURCE),
     rank.UnlinkPeer(peer=DECODE),
     rank.BindSequence(
         seq=9,
@@ -498,7 +502,8 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         secret="000102030405060708090a0b0c0d0e0f",
         num_prompt_tokens=40,
         sampling=SAMPLING,
-        push=rank.PushTarget(grant=GRANT, num_cached_tokens=16),
+        push=rank.PushTarget(grant=GRANT, num_cached_tokens=16, pulled=(Role.CONV,)),
+        staging_row=1,
     ),
     rank.ReleaseSequences(seqs=(9, 10), generation=2**40 + 1, timeout_ms=2000),
     rank.StepPlan(
@@ -507,6 +512,15 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
             rank.StepItem(seq=9, start=32, num_tokens=2, token_ids=(17, 4), sample=True, last_chunk=True),
             rank.StepItem(seq=10, start=41, num_tokens=1, sample=True),
         ),
+    ),
+    rank.PullShards(
+        seq=9,
+        lock=2,
+        source=GRANT,
+        roles=(Role.CONV, Role.SSM),
+        num_cached_tokens=16,
+        parallel=True,
+        timeout_ms=5000,
     ),
     rank.ScanRank(),
     rank.StopRank(),
@@ -537,6 +551,11 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         reason="the lock was held",
     ),
     rank.PeerLinked(rank=1, peer=DECODE, attempt=3, error=ERROR),
-    rank.RankScan(rank=1, seqs=(9, 10), num_queued_pushes=2, num_open_fds=20, num_memfds=1),
+    rank.ShardPulled(rank=0, seq=9, lock=2, shard=SHARD, parts=(PULLED_PART,)),
+    rank.RoleMerged(rank=0, seq=9, lock=2, role=Role.CONV, merge_ms=0.5, parts=(PULLED_PART,)),
+    rank.PullStopped(rank=0, seq=9, lock=2, started_ns=100, ended_ns=300, error=ERROR),
+    rank.RankScan(
+        rank=1, seqs=(9, 10), num_queued_pushes=2, num_open_fds=20, num_memfds=1, num_pulls=1, staging_rows=(1,)
+    ),
     rank.Done(rank=1, error=ERROR, indeterminate=(9,)),
 )
