@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import msgspec
 
@@ -13,7 +14,10 @@ from common.worker.core.blocks import BlockPool, Reservation
 from common.worker.core.scheduler import Produced, Scheduler
 from common.worker.core.sequence import Sequence, SequenceState
 from contracts.errors import ErrorInfo
-from contracts.rank import BindSequence, StepPlan
+from contracts.rank import BindSequence, ExtendSequences, Extension, StepPlan
+
+_MAX_LOOKS: Final = 4
+"""How often quarantined memory is looked after before nobody counts on it any more."""
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +43,22 @@ class StepObserver(Protocol):
         """Binding or computing these sequences failed, on all ranks alike. They take part in nothing any more."""
         ...
 
+    async def preempted(self, sequence: Sequence) -> None:
+        """A sequence had to give its memory to older ones. One that is WAITING will be computed again here; others are over."""
+        ...
+
     def released(self, *, quarantined: bool) -> None:
         """Memory was taken back; or cannot be given to anybody yet, because a writer may still touch it."""
         ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Quarantined:
+    """Memory that some writer may still touch, after so many looks; who waits for its end, to be computed again."""
+
+    memory: Reservation
+    preempted: Sequence | None = None
+    num_looks: int = 0
 
 
 class EngineLoop:
@@ -60,7 +77,7 @@ class EngineLoop:
         self._release_timeout_ms = release_timeout_ms
         self._lock = asyncio.Lock()
         self._work = asyncio.Event()
-        self._quarantined: dict[int, Reservation] = {}
+        self._quarantined: dict[int, _Quarantined] = {}
 
     @property
     def lock(self) -> asyncio.Lock:
@@ -75,9 +92,14 @@ class EngineLoop:
         """Compute for ever. Ends with `EngineDeadError` when the engine is lost."""
         while True:
             self._work.clear()
-            await self._admit()
-            if not await self._step():
+            if not await self.advance():
                 await self._work.wait()
+
+    async def advance(self) -> bool:
+        """Let in those who have room, and compute one step; False when there is nothing that could be computed."""
+        await self._admit()
+        preempted = await self._make_room()
+        return await self._step() or preempted
 
     async def bind(self, sequence: Sequence) -> None:
         """Give a sequence that has memory its place on the ranks. Raises `EngineError`; the memory is then back."""
@@ -92,15 +114,9 @@ class EngineLoop:
         self._scheduler.hold(sequence)
         async with self._lock:
             self._scheduler.hold(sequence)
-            memory, sequence.memory = sequence.memory, None
-            if memory is None:
+            clean = await self._take_back(sequence)
+            if clean is None:
                 return
-            clean = await self._release(sequence.seq, self._release_timeout_ms)
-            if clean:
-                self._pool.release(memory)
-            else:
-                self._pool.quarantine(memory)
-                self._quarantined[sequence.seq] = memory
             self._observer.released(quarantined=not clean)
         self.wake()
 
@@ -109,11 +125,14 @@ class EngineLoop:
 
         It only asks, and never waits: a peer that stays frozen must not hold up every step of this engine.
         """
-        for seq, memory in tuple(self._quarantined.items()):
+        for seq, entry in tuple(self._quarantined.items()):
             async with self._lock:
+                entry.num_looks += 1
                 if await self._release(seq, 0):
                     del self._quarantined[seq]
-                    self._pool.end_quarantine([memory.generation])
+                    self._pool.end_quarantine([entry.memory.generation])
+                    if entry.preempted is not None:
+                        self._requeue(entry.preempted)
         self.wake()
 
     async def _admit(self) -> None:
@@ -132,6 +151,67 @@ class EngineLoop:
                     self._scheduler.start(sequence)
             with within(sequence.trace):
                 await self._observer.bound(sequence)
+
+    async def _make_room(self) -> bool:
+        """Give every decoding sequence room for its next token, at the cost of others if need be; whether it cost any."""
+        preempted: list[Sequence] = []
+        results: list[bool] = []
+        failed: tuple[Sequence, ...] = ()
+        error: ErrorInfo | None = None
+        async with self._lock:
+            while (victim := self._scheduler.next_victim(self._num_coming_blocks)) is not None:
+                if victim.state is SequenceState.RUNNING:
+                    preempted.append(victim)
+                self._scheduler.preempt(victim)
+                clean = await self._take_back(victim)
+                if clean:
+                    self._requeue(victim)
+                results += [] if clean is None else [clean]
+            extensions = self._scheduler.grow()
+            try:
+                await self._extend(extensions)
+            except EngineError as problem:
+                failed, error = self._scheduler.fail(extensions), problem.info
+            # Only now may others have what came back: those who are short come first.
+            for clean in results:
+                self._observer.released(quarantined=not clean)
+        for sequence in preempted:
+            with within(sequence.trace):
+                await self._observer.preempted(sequence)
+        if error is not None:
+            await self._observer.failed(failed, error)
+        return bool(preempted)
+
+    async def _extend(self, extensions: tuple[Extension, ...]) -> None:
+        if extensions:
+            await self.engine.extend(ExtendSequences(generation=self._pool.next_generation(), extensions=extensions))
+
+    @property
+    def _num_coming_blocks(self) -> int:
+        """Blocks in quarantine that may be expected back soon."""
+        return sum(len(entry.memory.block_ids) for entry in self._quarantined.values() if entry.num_looks < _MAX_LOOKS)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Let a preempted sequence be computed again, unless it has been stopped since or cannot be."""
+        if sequence.state is SequenceState.WAITING:
+            self._scheduler.requeue(sequence)
+
+    async def _take_back(self, sequence: Sequence) -> bool | None:
+        """Take the memory of a sequence that takes part in nothing: True when it is free, False when it is in quarantine.
+
+        None when it had none. A preempted one in quarantine waits for its end: until then the ranks know its number.
+        """
+        memory, sequence.memory = sequence.memory, None
+        if memory is None:
+            return None
+        clean = await self._release(sequence.seq, self._release_timeout_ms)
+        if clean:
+            self._pool.release(memory)
+        else:
+            self._pool.quarantine(memory)
+            waits = sequence.state is SequenceState.WAITING
+            self._quarantined[sequence.seq] = _Quarantined(memory=memory, preempted=sequence if waits else None)
+        return clean
 
     async def _step(self) -> bool:
         async with self._lock:

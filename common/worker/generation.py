@@ -53,7 +53,7 @@ class GeneratingService(WorkerService):
         error: ErrorInfo | None = None,
     ) -> None:
         """Take a sequence out of the steps now; in the background send its end, give back its memory, tell the broker."""
-        self.replicas.of(sequence).scheduler.hold(sequence)
+        self.replicas.of(sequence).scheduler.leave(sequence)
         deadline = self.deadline_of(sequence)
         sequence.outcome = str(finish_reason if error is None else error.code)
 

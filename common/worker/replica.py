@@ -6,6 +6,7 @@ import msgspec
 
 from common.engine.port import Engine, EngineInfo
 from common.worker.core.blocks import BlockPool
+from common.worker.core.growth import Growth
 from common.worker.core.replica_choice import ReplicaLoad
 from common.worker.core.scheduler import Scheduler, StepLimits
 from common.worker.engine_loop import EngineLoop, StepObserver
@@ -22,7 +23,13 @@ class Replica:
     """Replica `dp_rank` of its worker. A sequence lives in one replica from its first memory to its last."""
 
     def __init__(
-        self, started: StartedEngine, limits: StepLimits, observer: StepObserver, *, release_timeout_ms: int
+        self,
+        started: StartedEngine,
+        limits: StepLimits,
+        observer: StepObserver,
+        *,
+        release_timeout_ms: int,
+        growth: Growth | None = None,
     ) -> None:
         info, at = started.info, started.info.ranks[0].manifest.coordinates
         self.dp_rank = at.dp_rank
@@ -35,7 +42,7 @@ class Replica:
             dp_rank=at.dp_rank,
             dp=at.dp_size,
         )
-        self.scheduler = Scheduler(self.pool, limits)
+        self.scheduler = Scheduler(self.pool, limits, growth)
         self.loop = EngineLoop(
             started.engine, self.pool, self.scheduler, observer, release_timeout_ms=release_timeout_ms
         )
@@ -48,6 +55,7 @@ class Replica:
             num_blocks=self.pool.num_blocks,
             num_slots=self.pool.num_slots,
             num_free_blocks=self.pool.num_free_blocks,
+            num_kept_blocks=self.pool.num_kept_blocks,
             num_free_slots=self.pool.num_free_slots,
             num_waiting=self.scheduler.num_waiting,
             num_running=self.scheduler.num_running,

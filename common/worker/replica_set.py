@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from common.engine.port import EngineError, EngineInfo
 from common.layout.replicas import split_replicas
-from common.worker.core.blocks import Reservation
+from common.worker.core.blocks import MemoryNeed, Reservation
+from common.worker.core.growth import Growth
 from common.worker.core.replica_choice import choose_for_memory, choose_for_prompt
 from common.worker.core.scheduler import StepLimits
 from common.worker.core.sequence import Sequence
@@ -26,9 +27,19 @@ class ReplicaSet:
     """
 
     def __init__(
-        self, started: Iterable[StartedEngine], limits: StepLimits, observer: StepObserver, *, release_timeout_ms: int
+        self,
+        started: Iterable[StartedEngine],
+        limits: StepLimits,
+        observer: StepObserver,
+        *,
+        release_timeout_ms: int,
+        growth: Growth | None = None,
     ) -> None:
-        replicas = [Replica(each, limits, observer, release_timeout_ms=release_timeout_ms) for each in started]
+        self.growth = growth or Growth()
+        replicas = [
+            Replica(each, limits, observer, release_timeout_ms=release_timeout_ms, growth=self.growth)
+            for each in started
+        ]
         self._replicas = tuple(sorted(replicas, key=lambda replica: replica.dp_rank))
         split_replicas("worker", self.manifests)
         self.line = WaitingLine(self.reserve)
@@ -87,13 +98,13 @@ class ReplicaSet:
         """The replica in which a sequence lives."""
         return self._replicas[sequence.dp_rank]
 
-    def reserve(self, num_tokens: int) -> tuple[Replica, Reservation] | None:
-        """Take memory for `num_tokens` in the emptiest replica that has it; None, and nothing taken, when none has room."""
-        num_blocks = self._replicas[0].pool.num_blocks_for(num_tokens)
+    def reserve(self, need: MemoryNeed) -> tuple[Replica, Reservation] | None:
+        """Take what is needed in the emptiest replica that has it; None, and nothing taken, when none has room."""
+        num_blocks = self._replicas[0].pool.num_blocks_for(need.num_tokens)
         chosen = choose_for_memory((replica.load for replica in self._replicas), num_blocks)
         if chosen is None:
             return None
-        memory = self._replicas[chosen].pool.reserve(num_tokens)
+        memory = self._replicas[chosen].pool.reserve(need)
         return None if memory is None else (self._replicas[chosen], memory)
 
     def for_prompt(self, num_tokens: int) -> Replica:

@@ -23,6 +23,7 @@ from common.runtime.tasks import BoundedTasks
 from common.runtime.trace import current_trace, within
 from common.worker.broker_client import BrokerClient, Report
 from common.worker.core.admission import Command, NewWork, Room, refuse_command, refuse_new
+from common.worker.core.growth import Growth
 from common.worker.core.prompts import PromptBuffer
 from common.worker.core.scheduler import StepLimits
 from common.worker.core.sequence import Sequence
@@ -40,6 +41,7 @@ from common.worker.token_stream import TokenStream
 from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
 from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName
 from contracts.handoff import HandoffList, ListHandoffs, Released, ReleaseHandoff
 from contracts.requests import CancelWork, WorkerRef
 from contracts.subjects import WorkerVerb
@@ -91,7 +93,10 @@ class WorkerService(ABC):
             prefill_chunk_tokens=settings.prefill_chunk_tokens,
             mix_batch=settings.mix_batch,
         )
-        self.replicas = ReplicaSet(parts.engines, limits, self, release_timeout_ms=settings.release_timeout_ms)
+        growth = Growth(reserve_output_tokens=settings.reserve_output_tokens)
+        self.replicas = ReplicaSet(
+            parts.engines, limits, self, release_timeout_ms=settings.release_timeout_ms, growth=growth
+        )
         self.info = self.replicas.info
         self.prompts = PromptBuffer(max_tokens=settings.prompt_buffer_tokens, vocab_size=self.info.vocab_size)
         self.table = HandoffTable()
@@ -186,6 +191,26 @@ class WorkerService(ABC):
     @abstractmethod
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """See `StepObserver.failed`."""
+
+    async def preempted(self, sequence: Sequence) -> None:
+        """See `StepObserver.preempted`."""
+        self.work.preempted()
+        self.events.publish(
+            EventName.PREEMPTED,
+            handoff_id=sequence.handoff_id,
+            request_id=sequence.request_id,
+            phase="decode",
+            num_tokens=sequence.num_generated_tokens,
+            source_dp_rank=0 if self.role is WorkerRole.DECODE else sequence.dp_rank,
+            destination_dp_rank=sequence.dp_rank if self.role is WorkerRole.DECODE else 0,
+        )
+        self.log.info(
+            "sequence_preempted",
+            handoff_id=sequence.handoff_id,
+            num_tokens=sequence.num_generated_tokens,
+            num_preemptions=sequence.num_preemptions,
+            is_recomputed=sequence.can_recompute,
+        )
 
     def released(self, *, quarantined: bool) -> None:
         """See `StepObserver.released`."""

@@ -80,6 +80,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that may wait for memory; one more is refused."""
     reserve_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 4.0
     """How long a reservation on a decode worker waits for memory before it is refused."""
+    reserve_output_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Decode and mixed: tokens of an answer for which memory is set aside at first; more comes as they are generated, and the youngest
+    gives way when there is none; 0: all of max_tokens, so that nothing ever gives way."""
     prompt_buffer_tokens: Count = 1 << 20
     """Tokens of prompts that may be kept until somebody asks to run them."""
     collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY

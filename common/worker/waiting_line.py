@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from common.runtime.clock import Deadline
-from common.worker.core.blocks import Reservation
+from common.worker.core.blocks import MemoryNeed, Reservation
 from common.worker.replica import Replica
 
 Placed: TypeAlias = tuple[Replica, Reservation]
@@ -16,17 +16,17 @@ Placed: TypeAlias = tuple[Replica, Reservation]
 
 @dataclass(slots=True)
 class _Waiter:
-    num_tokens: int
+    need: MemoryNeed
     placed: asyncio.Future[Placed | None]
 
 
 class WaitingLine:
     """Whoever is first in line holds up all others, however small: so a large one gets its turn, too.
 
-    `reserve` takes memory for so many tokens now, or returns None. Call `serve` whenever memory has come back.
+    `reserve` takes what is needed now, or returns None. Call `serve` whenever memory has come back.
     """
 
-    def __init__(self, reserve: Callable[[int], Placed | None]) -> None:
+    def __init__(self, reserve: Callable[[MemoryNeed], Placed | None]) -> None:
         self._reserve = reserve
         self._waiters: dict[str, _Waiter] = {}
         self._closed = False
@@ -34,13 +34,13 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    async def wait(self, handoff_id: str, num_tokens: int, deadline: Deadline) -> Placed | None:
+    async def wait(self, handoff_id: str, need: MemoryNeed, deadline: Deadline) -> Placed | None:
         """Memory for a handoff, at once or when it is its turn; None after the deadline, `drop` or `close`."""
-        if not self._waiters and (placed := self._reserve(num_tokens)) is not None:
+        if not self._waiters and (placed := self._reserve(need)) is not None:
             return placed
         if self._closed or deadline.passed:
             return None
-        waiter = self._waiters[handoff_id] = _Waiter(num_tokens, asyncio.get_running_loop().create_future())
+        waiter = self._waiters[handoff_id] = _Waiter(need, asyncio.get_running_loop().create_future())
         try:
             async with deadline.timeout():
                 return await waiter.placed
@@ -57,7 +57,7 @@ class WaitingLine:
         while self._waiters:
             handoff_id, waiter = next(iter(self._waiters.items()))
             if not waiter.placed.done():
-                placed = self._reserve(waiter.num_tokens)
+                placed = self._reserve(waiter.need)
                 if placed is None:
                     return
                 waiter.placed.set_result(placed)

@@ -32,7 +32,9 @@ class WorkMetrics:
     ) -> None:
         self._table = table
         self.num_prefilled_tokens = 0
-        self._prefilled = metrics.counter("worker_prefilled_tokens_total", "Prompt tokens computed.")
+        self._prefilled = metrics.counter(
+            "worker_prefilled_tokens_total", "Prompt tokens computed, and output computed again after a preemption."
+        )
         self._decoded = metrics.counter(
             "worker_decoded_tokens_total", "Tokens computed one at a time, after the prompt."
         )
@@ -60,6 +62,10 @@ class WorkMetrics:
         )
         for result in ("clean", "quarantined"):
             self._releases.labels(result)
+        self._preemptions = metrics.counter(
+            "worker_preemptions_total",
+            "Times that a sequence gave its memory to older ones: on decode it ended, on mixed it is computed again.",
+        )
         blocks = metrics.gauge("worker_blocks", "Cache blocks of a replica, by who has them.", ("dp_rank", "state"))
         slots = metrics.gauge("worker_slots", "State slots of a replica, by who has them.", ("dp_rank", "state"))
         sequences = metrics.gauge("worker_sequences", "Sequences of a replica by state.", ("dp_rank", "state"))
@@ -90,7 +96,7 @@ class WorkMetrics:
         num_prefilled = 0
         for item in outcome.plan.items:
             sequence = self._table.by_seq(item.seq)
-            if sequence is not None and item.start < sequence.num_prompt_tokens:
+            if sequence is not None and item.start < sequence.num_prompt_tokens + sequence.num_recomputed_tokens:
                 num_prefilled += item.num_tokens
         num_tokens = sum(item.num_tokens for item in outcome.plan.items)
         self.num_prefilled_tokens += num_prefilled
@@ -107,6 +113,10 @@ class WorkMetrics:
     def ended(self, sequence: Sequence) -> None:
         """Count a sequence that lives here no more."""
         self._ended.labels(sequence.outcome or _RELEASED).inc()
+
+    def preempted(self) -> None:
+        """Count a sequence that gave its memory to older ones."""
+        self._preemptions.inc()
 
     def released(self, *, quarantined: bool) -> None:
         """Count memory that was taken back."""

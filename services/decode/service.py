@@ -16,7 +16,7 @@ from common.worker.engine_loop import StepOutcome
 from common.worker.generation import GeneratingService
 from common.worker.service import WorkerParts
 from contracts.codec import decode
-from contracts.errors import ErrorCode
+from contracts.errors import ErrorCode, ErrorInfo
 from contracts.handoff import GRANT_SECRET_BYTES, CommitHandoff, Grant, Reserved, ReserveDecode, TakenOver
 from contracts.requests import Accepted
 from contracts.subjects import WorkerVerb
@@ -49,6 +49,13 @@ class DecodeService(GeneratingService):
     async def bound(self, sequence: Sequence) -> None:
         """Nothing that computes waits for memory here: it came with the reservation."""
 
+    async def preempted(self, sequence: Sequence) -> None:
+        """See `WorkerService.preempted`. Its prompt is not here: the router lets it be computed again, to go on behind its tokens."""
+        await super().preempted(sequence)
+        if self.table.get(sequence.handoff_id) is sequence:
+            text = f"{self.settings.worker_id} had no memory left for {sequence.handoff_id}, the youngest that it generated"
+            await self.finish(sequence, error=ErrorInfo(code=ErrorCode.PREEMPTED, message=text))
+
     async def _reserve(self, data: bytes) -> msgspec.Struct:
         command = decode(data, ReserveDecode)
         began_ns = self.clock.monotonic_ns()
@@ -77,11 +84,10 @@ class DecodeService(GeneratingService):
 
     async def _set_aside(self, command: ReserveDecode) -> None:
         """Wait for memory and bind it. Raises `RefusedError`; nothing is held then."""
-        handoff_id, num_tokens = command.handoff_id, command.num_prompt_tokens + command.sampling.max_tokens
+        handoff_id = command.handoff_id
+        need = self.replicas.growth.first_need(command.num_prompt_tokens, command.sampling.max_tokens)
         wanted_until = Deadline.from_remaining_ms(self.clock, command.timeout_ms)
-        placed = await self.replicas.line.wait(
-            handoff_id, num_tokens, wanted_until.capped(self.settings.reserve_wait_s)
-        )
+        placed = await self.replicas.line.wait(handoff_id, need, wanted_until.capped(self.settings.reserve_wait_s))
         if self.table.is_buried(handoff_id):
             if placed is not None:
                 replica, memory = placed
@@ -91,7 +97,7 @@ class DecodeService(GeneratingService):
         if placed is None:
             if self.draining:
                 raise RefusedError(handoff_id, ErrorCode.DRAINING, f"{self.settings.worker_id} is draining")
-            raise RefusedError(handoff_id, ErrorCode.OVERLOADED, self._why_no_room(num_tokens))
+            raise RefusedError(handoff_id, ErrorCode.OVERLOADED, self._why_no_room(need.num_tokens))
         replica, memory = placed
         timeout_ms = wanted_until.remaining_ms
         sequence = self.new_sequence(msgspec.structs.replace(command, timeout_ms=timeout_ms), replica)

@@ -31,10 +31,10 @@ class MixedService(GeneratingService):
         command = decode(data, RunMixed)
         self.check_command(command)
         if self.table.get(command.handoff_id) is None:
-            num_tokens = command.num_prompt_tokens + command.sampling.max_tokens
-            self.check_new(command, num_tokens)
+            need = self.replicas.growth.first_need(command.num_prompt_tokens, command.sampling.max_tokens)
+            self.check_new(command, need.limit_tokens)
             prompt_ids = self.intake.prompt_of(command)
-            replica = self.replicas.for_prompt(num_tokens)
+            replica = self.replicas.for_prompt(need.num_tokens)
             sequence = self.new_sequence(command, replica)
             sequence.prompt_ids = prompt_ids
             replica.scheduler.enqueue(sequence)
@@ -47,7 +47,9 @@ class MixedService(GeneratingService):
         return Released(handoff_id=handoff_id, prompt=None if sequence is None else sequence.prompt_times)
 
     async def bound(self, sequence: Sequence) -> None:
-        """Say that the prompt begins."""
+        """Say that the prompt begins; not when it is computed again."""
+        if sequence.num_preemptions:
+            return
         now_ns = self.clock.monotonic_ns()
         sequence.bound_ns = now_ns
         self.work.bound(sequence, now_ns)

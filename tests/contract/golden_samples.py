@@ -505,6 +505,7 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         push=rank.PushTarget(grant=GRANT, num_cached_tokens=16, pulled=(Role.CONV,)),
         staging_row=1,
     ),
+    rank.ExtendSequences(generation=2**40 + 2, extensions=(rank.Extension(seq=9, block_ids=(7, 8)),)),
     rank.ReleaseSequences(seqs=(9, 10), generation=2**40 + 1, timeout_ms=2000),
     rank.StepPlan(
         step=5,

@@ -52,6 +52,12 @@ def load(dp_rank: int, **changes: Any) -> ReplicaLoad:
         pytest.param([load(0, num_free_slots=0), load(1, num_free_blocks=0)], 1, None, id="none has room"),
         pytest.param([load(0, num_free_blocks=60), load(1, num_free_blocks=60)], 61, None, id="room is not added up"),
         pytest.param([load(0)], 100, 0, id="all of an empty one"),
+        pytest.param(
+            [load(0, num_free_blocks=5, num_kept_blocks=1), load(1, num_free_blocks=4)],
+            5,
+            None,
+            id="what is kept for those that grow is no room",
+        ),
     ],
 )
 def test_memory_is_set_aside_where_most_is_left(

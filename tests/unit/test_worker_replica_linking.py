@@ -54,6 +54,9 @@ class Mute:
     async def failed(self, sequences: tuple[Sequence, ...], error: ErrorInfo) -> None:
         """See `StepObserver.failed`."""
 
+    async def preempted(self, sequence: Sequence) -> None:
+        """See `StepObserver.preempted`."""
+
     def released(self, *, quarantined: bool) -> None:
         """See `StepObserver.released`."""
 

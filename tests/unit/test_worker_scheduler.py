@@ -1,6 +1,7 @@
 """The scheduler: what a step holds, and what becomes of its tokens."""
 
 from common.worker.core.blocks import BlockPool
+from common.worker.core.growth import Growth
 from common.worker.core.scheduler import Scheduler, StepLimits
 from common.worker.core.sequence import Sequence, SequenceState
 from contracts.handoff import Grant
@@ -22,9 +23,12 @@ def _sequence(seq: int, num_prompt: int, max_tokens: int = 8, **sampling: object
     )
 
 
-def _scheduler(num_blocks: int = 64, *, mix_batch: bool = True, budget: int = 32, chunk: int = 16) -> Scheduler:
+def _scheduler(
+    num_blocks: int = 64, *, mix_batch: bool = True, budget: int = 32, chunk: int = 16, growth: Growth | None = None
+) -> Scheduler:
     pool = BlockPool(num_blocks=num_blocks, num_slots=8, block_size=16)
-    return Scheduler(pool, StepLimits(max_step_tokens=budget, prefill_chunk_tokens=chunk, mix_batch=mix_batch))
+    limits = StepLimits(max_step_tokens=budget, prefill_chunk_tokens=chunk, mix_batch=mix_batch)
+    return Scheduler(pool, limits, growth)
 
 
 def _admit_all(scheduler: Scheduler) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from common.engine.fake import FakeEngine
 from common.runtime.clock import Deadline
 from common.runtime.virtual_time import VirtualClock, run_virtual
+from common.worker.core.blocks import MemoryNeed
 from common.worker.core.scheduler import StepLimits
 from common.worker.engines import start_engines
 from common.worker.replica_set import ReplicaSet
@@ -33,7 +34,8 @@ class Line:
         """Let somebody wait."""
 
         async def wait() -> None:
-            self.got[name] = await self.line.wait(name, num_blocks * BLOCK, Deadline.after(self.clock, seconds))
+            need = MemoryNeed(num_tokens=num_blocks * BLOCK, limit_tokens=num_blocks * BLOCK)
+            self.got[name] = await self.line.wait(name, need, Deadline.after(self.clock, seconds))
 
         return self.group.create_task(wait(), name=name)
 

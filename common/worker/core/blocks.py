@@ -10,12 +10,28 @@ import msgspec
 from contracts.errors import InvalidValueError
 
 
+class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sequence asks for: memory of `num_tokens` now, which may grow until it holds `limit_tokens`."""
+
+    num_tokens: int
+    limit_tokens: int
+
+
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that one sequence owns: its blocks in the order of the sequence, its slot, and the generation that says so."""
+    """Memory that one sequence owns: its blocks in the order of the sequence, its slot, and the generation that says so.
+
+    It may grow to `limit_blocks`, and keeps its generation then: that is its name. What the cells of added blocks hold is newer.
+    """
 
     block_ids: tuple[int, ...]
     slot: int
     generation: int
+    limit_blocks: int
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether more blocks may be asked for."""
+        return len(self.block_ids) < self.limit_blocks
 
 
 class BlockPool:
@@ -23,7 +39,8 @@ class BlockPool:
 
     The lowest free ids are handed out first, so that a young pool gives runs of adjacent blocks, which are cheap to copy.
     Generations come from one counter: every reservation and every return of one gets a number of its own, so that no two
-    owners of a block ever share one. Replica `dp_rank` of `dp` counts in steps of `dp`: what is written into another replica
+    owners of a block ever share one. For each reservation that may grow, one free block is kept back from new ones: who is let
+    in takes nothing away that would be missed at once. Replica `dp_rank` of `dp` counts in steps of `dp`: what is written into another replica
     than the one that granted it is refused there, too.
     """
 
@@ -52,6 +69,11 @@ class BlockPool:
         return len(self._free_slots)
 
     @property
+    def num_kept_blocks(self) -> int:
+        """Free blocks that new reservations cannot have: one for each that may grow."""
+        return min(len(self._free_blocks), sum(held.may_grow for held in self._held.values()))
+
+    @property
     def num_quarantined_blocks(self) -> int:
         """Blocks that nobody owns but some writer may still touch."""
         return sum(len(reservation.block_ids) for reservation in self._quarantined.values())
@@ -72,17 +94,33 @@ class BlockPool:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether `reserve` would succeed now."""
-        return self.num_blocks_for(num_tokens) <= len(self._free_blocks) and bool(self._free_slots)
+        num_usable = len(self._free_blocks) - self.num_kept_blocks
+        return self.num_blocks_for(num_tokens) <= num_usable and bool(self._free_slots)
 
-    def reserve(self, num_tokens: int) -> Reservation | None:
-        """Take blocks for `num_tokens` and a slot, or take nothing and return None when there is no room."""
-        if not self.fits(num_tokens):
+    def reserve(self, need: MemoryNeed) -> Reservation | None:
+        """Take the blocks of a need and a slot, or take nothing and return None when there is no room."""
+        if not self.fits(need.num_tokens):
             return None
-        blocks = tuple(heapq.heappop(self._free_blocks) for _ in range(self.num_blocks_for(num_tokens)))
-        slot = heapq.heappop(self._free_slots)
-        reservation = Reservation(block_ids=blocks, slot=slot, generation=self.next_generation())
+        reservation = Reservation(
+            block_ids=self._take(self.num_blocks_for(need.num_tokens)),
+            slot=heapq.heappop(self._free_slots),
+            generation=self.next_generation(),
+            limit_blocks=self.num_blocks_for(need.limit_tokens),
+        )
         self._held[reservation.generation] = reservation
         return reservation
+
+    def grow(self, reservation: Reservation, most: int) -> Reservation | None:
+        """Add up to `most` blocks, as many as are free and allowed, and return what is owned now; None when it is not one more.
+
+        The caller writes a new generation into the cells of the added blocks before anything is computed in them.
+        """
+        num_blocks = min(most, len(self._free_blocks), reservation.limit_blocks - len(reservation.block_ids))
+        if num_blocks < 1 or self._held.get(reservation.generation) != reservation:
+            return None
+        grown = msgspec.structs.replace(reservation, block_ids=(*reservation.block_ids, *self._take(num_blocks)))
+        self._held[grown.generation] = grown
+        return grown
 
     def next_generation(self) -> int:
         """A number above all that were given before: what the cells of returned memory are raised to."""
@@ -91,13 +129,15 @@ class BlockPool:
 
     def release(self, reservation: Reservation) -> None:
         """Return a reservation's memory. A second time changes nothing."""
-        if self._held.pop(reservation.generation, None) is not None:
-            self._return(reservation)
+        held = self._held.pop(reservation.generation, None)
+        if held is not None:
+            self._return(held)
 
     def quarantine(self, reservation: Reservation) -> None:
         """Take memory away from its owner without giving it to anybody: a writer may still be at work in it."""
-        if self._held.pop(reservation.generation, None) is not None:
-            self._quarantined[reservation.generation] = reservation
+        held = self._held.pop(reservation.generation, None)
+        if held is not None:
+            self._quarantined[held.generation] = held
 
     def end_quarantine(self, generations: Iterable[int]) -> None:
         """Return quarantined memory whose writers are known to be quiescent."""
@@ -113,6 +153,9 @@ class BlockPool:
         slots = sorted([*self._free_slots, *(each.slot for each in everyone)])
         if blocks != list(range(self.num_blocks)) or slots != list(range(self.num_slots)):
             raise AssertionError("a block or slot has no place, or two")
+
+    def _take(self, num_blocks: int) -> tuple[int, ...]:
+        return tuple(heapq.heappop(self._free_blocks) for _ in range(num_blocks))
 
     def _return(self, reservation: Reservation) -> None:
         for block in reservation.block_ids:

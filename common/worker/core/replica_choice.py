@@ -8,7 +8,10 @@ import msgspec
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica has, has left, and is doing. `num_prompt_tokens_left` are prompt tokens that are still to be computed."""
+    """What one replica has, has left, and is doing. `num_prompt_tokens_left` are prompt tokens that are still to be computed.
+
+    Of the free blocks, `num_kept_blocks` are for sequences that grow.
+    """
 
     dp_rank: int
     num_blocks: int
@@ -18,10 +21,11 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_running: int
     num_prompt_tokens_left: int
+    num_kept_blocks: int = 0
 
     def has_room(self, num_blocks: int) -> bool:
         """Whether a sequence of so many blocks would get its memory now."""
-        return num_blocks <= self.num_free_blocks and self.num_free_slots > 0
+        return num_blocks <= self.num_free_blocks - self.num_kept_blocks and self.num_free_slots > 0
 
     @property
     def used(self) -> int:

@@ -1,15 +1,22 @@
-"""What the next step computes: continuous batching with chunked prefill under one token budget. Pure."""
+"""What the next step computes: continuous batching with chunked prefill under one token budget. Pure.
+
+Where sequences get less memory than they may need, those that decode ask for more: `next_victim` says who gives memory back
+until there is enough, then `grow` takes it. Age is the order of arrival, and older ones take from younger ones: so the oldest
+always goes on, and whoever waits becomes the oldest in the end.
+"""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 
 import msgspec
 
 from common.worker.core.blocks import BlockPool
+from common.worker.core.growth import Growth
 from common.worker.core.sequence import Sequence, SequenceState
-from contracts.rank import SampledToken, StepItem, StepPlan
+from contracts.rank import Extension, SampledToken, StepItem, StepPlan
 
 
 class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,11 +41,13 @@ class Scheduler:
     running prompts, oldest first, as the budget leaves. Without `mix_batch` prompts and decoding take turns.
     """
 
-    def __init__(self, pool: BlockPool, limits: StepLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: StepLimits, growth: Growth | None = None) -> None:
         self._pool = pool
         self._limits = limits
+        self._growth = growth or Growth()
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
+        self._leaving: dict[int, Sequence] = {}
         self._under_way: dict[int, int] = {}
         self._step = 0
         self._decode_turn = True
@@ -69,16 +78,12 @@ class Scheduler:
     def admit(self) -> Sequence | None:
         """Give the oldest waiting sequence its memory and return it, or None if none waits or there is no room.
 
-        A prompt takes blocks for itself alone when it will be pushed away, else for its output too. The caller binds the
-        sequence on the ranks, then calls `start`.
+        How much that is says `Growth.need`. The caller binds the sequence on the ranks, then calls `start`.
         """
         if not self._waiting:
             return None
         sequence = self._waiting[0]
-        num_tokens = sequence.num_prompt_tokens
-        if sequence.push is None:
-            num_tokens += sequence.sampling.max_tokens
-        sequence.memory = self._pool.reserve(num_tokens)
+        sequence.memory = self._pool.reserve(self._growth.need(sequence, self._pool.block_size))
         if sequence.memory is None:
             return None
         return self._waiting.popleft()
@@ -92,13 +97,73 @@ class Scheduler:
         """Take a sequence out of every queue; its memory stays with it. Unknown sequences are no error."""
         sequence.state = SequenceState.HELD
         self._running.pop(sequence.seq, None)
+        self._leaving.pop(sequence.seq, None)
         if sequence in self._waiting:
             self._waiting.remove(sequence)
 
+    def leave(self, sequence: Sequence) -> None:
+        """Hold a sequence that has ended: who is short of memory may have its memory even before it is released."""
+        self.hold(sequence)
+        if sequence.memory is not None:
+            self._leaving[sequence.seq] = sequence
+
+    def next_victim(self, num_coming_blocks: int) -> Sequence | None:
+        """Who is to give its memory back, so that each decoding sequence has room for its next token; None if nobody is.
+
+        One that has ended, else the youngest that runs, whoever it is that needs memory; the caller passes it to `preempt`. Nobody
+        is preempted while `num_coming_blocks`, memory on its way back, are enough: those that are short sit steps out until then.
+        """
+        num_missing = len(self._short()) - self._pool.num_free_blocks
+        if num_missing <= 0:
+            return None
+        if self._leaving:
+            return next(iter(self._leaving.values()))
+        if num_missing <= num_coming_blocks:
+            return None
+        # What is pushed into granted memory as it is computed cannot be taken back.
+        candidates = [sequence for sequence in self._running.values() if sequence.push is None]
+        return max(candidates, key=lambda sequence: sequence.seq)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence out of the steps for good, or until `requeue` where it can be computed again.
+
+        Its state is then WAITING. The caller takes its memory back.
+        """
+        ended = sequence.seq in self._leaving
+        self.hold(sequence)
+        if not ended:
+            sequence.rewind()
+            if sequence.can_recompute:
+                sequence.state = SequenceState.WAITING
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Let a preempted sequence wait for memory where it belongs by its age: before those that never had any."""
+        insort(self._waiting, sequence, key=lambda waiting: waiting.seq)
+
+    def grow(self) -> tuple[Extension, ...]:
+        """Give more memory to decoding sequences that have none for their next token, oldest first, as far as it goes.
+
+        The caller extends them on the ranks before the next step.
+        """
+        extensions = []
+        for sequence in self._short():
+            memory = sequence.memory
+            if memory is not None and (grown := self._pool.grow(memory, self._growth.step_blocks)) is not None:
+                sequence.memory = grown
+                extensions.append(Extension(seq=sequence.seq, block_ids=grown.block_ids[len(memory.block_ids) :]))
+        return tuple(extensions)
+
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed. Each plan must be answered by `apply` or `fail`."""
-        decoding = [sequence for sequence in self._running.values() if sequence.pending_token is not None]
-        prompts = [sequence for sequence in self._running.values() if sequence.num_prompt_left > 0]
+        decoding = [
+            sequence
+            for sequence in self._running.values()
+            if sequence.pending_token is not None and not self._is_short(sequence)
+        ]
+        prompts = sorted(
+            (sequence for sequence in self._running.values() if sequence.num_prompt_left > 0),
+            key=lambda sequence: sequence.seq,
+        )
         if not self._limits.mix_batch and decoding and prompts:
             decoding, prompts = (decoding, []) if self._decode_turn else ([], prompts)
             self._decode_turn = not self._decode_turn
@@ -116,10 +181,11 @@ class Scheduler:
         self._step += 1
         return StepPlan(step=self._step, items=tuple(items))
 
-    def fail(self, plan: StepPlan) -> tuple[Sequence, ...]:
-        """Take every sequence of a plan that could not be computed out of the running ones, and return them."""
+    def fail(self, what: StepPlan | tuple[Extension, ...]) -> tuple[Sequence, ...]:
+        """Take every sequence of a plan or of extensions that failed out of the running ones, and return them."""
+        items: Iterable[StepItem | Extension] = what.items if isinstance(what, StepPlan) else what
         self._under_way.clear()
-        failed = [sequence for item in plan.items if (sequence := self._running.get(item.seq)) is not None]
+        failed = [sequence for item in items if (sequence := self._running.get(item.seq)) is not None]
         for sequence in failed:
             self.hold(sequence)
         return tuple(failed)
@@ -143,6 +209,21 @@ class Scheduler:
                 produced.append(Produced(seq=item.seq, token_id=token))
         return tuple(produced)
 
+    def _is_short(self, sequence: Sequence) -> bool:
+        """Whether there is no room for the token that a decoding sequence computes next."""
+        memory = sequence.memory
+        return (
+            sequence.pending_token is not None
+            and sequence.push is None
+            and memory is not None
+            and sequence.num_computed >= len(memory.block_ids) * self._pool.block_size
+        )
+
+    def _short(self) -> list[Sequence]:
+        """Running sequences that are short, oldest first. One more block is enough for each."""
+        short = [sequence for sequence in self._running.values() if self._is_short(sequence)]
+        return sorted(short, key=lambda sequence: sequence.seq)
+
 
 def _decode_item(sequence: Sequence) -> StepItem:
     token = sequence.pending_token
@@ -155,5 +236,11 @@ def _decode_item(sequence: Sequence) -> StepItem:
 def _prefill_item(sequence: Sequence, size: int) -> StepItem:
     start = sequence.num_computed
     last = size == sequence.num_prompt_left
-    ids = sequence.prompt_ids[start : start + size]
-    return StepItem(seq=sequence.seq, start=start, num_tokens=size, token_ids=ids, sample=last, last_chunk=last)
+    return StepItem(
+        seq=sequence.seq,
+        start=start,
+        num_tokens=size,
+        token_ids=sequence.known_ids(start, size),
+        sample=last,
+        last_chunk=last,
+    )

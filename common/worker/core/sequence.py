@@ -28,7 +28,8 @@ class Sequence:
     sampled but not computed; while it is None the prompt's own tokens come next. `trace` is the hop of the command that brought
     it, at `accepted_ns`; one that waited has its memory since
     `bound_ns`; a mixed worker had its first token at `computed_ns`; `secret` lets peers reach its memory; the prompt ends with `num_delivered_tokens` that earlier attempts
-    have generated; `outcome` says in one word how it ended, for those who count.
+    have generated. One that was preempted `num_preemptions` times computes its prompt anew, and after it the
+    `num_recomputed_tokens` of its output that it had; `outcome` says in one word how it ended, for those who count.
     """
 
     seq: int
@@ -50,6 +51,8 @@ class Sequence:
     pending_token: int | None = None
     pending_is_sampled: bool = False
     output_ids: list[int] = field(default_factory=list)
+    num_recomputed_tokens: int = 0
+    num_preemptions: int = 0
     num_cached_tokens: int = 0
     accepted_ns: int = 0
     bound_ns: int = 0
@@ -72,8 +75,27 @@ class Sequence:
 
     @property
     def num_prompt_left(self) -> int:
-        """Prompt tokens without cache."""
-        return max(0, self.num_prompt_tokens - self.num_computed)
+        """Prompt tokens without cache, and after a preemption those of the output that it had."""
+        return max(0, self.num_prompt_tokens + self.num_recomputed_tokens - self.num_computed)
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether its prompt is known here, so that lost cache can be computed again."""
+        return len(self.prompt_ids) == self.num_prompt_tokens
+
+    def known_ids(self, start: int, num_tokens: int) -> tuple[int, ...]:
+        """Tokens at positions `[start, start + num_tokens)` of prompt and output."""
+        end = start + num_tokens
+        output = self.output_ids[max(0, start - self.num_prompt_tokens) : max(0, end - self.num_prompt_tokens)]
+        return (*self.prompt_ids[start:end], *output)
+
+    def rewind(self) -> None:
+        """Nothing has cache any more: what was the prompt and what is the output so far are to be computed again."""
+        self.num_preemptions += 1
+        self.num_computed = 0
+        self.num_recomputed_tokens = len(self.output_ids)
+        self.pending_token = None
+        self.pending_is_sampled = False
 
     def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the sequence ends with `token`, which is the last of `output_ids`; None when it goes on."""
