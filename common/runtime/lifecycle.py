@@ -19,6 +19,10 @@ from common.runtime.settings import SettingsError
 EXIT_CLEAN: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_SETTINGS: Final = 2
+EXIT_LEASE_LAPSED: Final = 3
+"""A worker stood still for so long that others took it for dead: it is to be started again, as a new incarnation."""
+EXIT_QUARANTINED: Final = 4
+"""Too much of a worker's memory waits for writers that do not stop: it has drained, and is to be started again."""
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 _HURRIED_CLOSE_TIMEOUT_S: Final = 0.5
@@ -45,6 +49,14 @@ class Log(Protocol):
     def error(self, event: str, **fields: Any) -> Any:
         """Record what went wrong."""
         ...
+
+
+class ServiceEnded(Exception):  # noqa: N818 - an event that ends the process
+    """A task of the root group that raises it ends the process, without draining, with `status`."""
+
+    def __init__(self, reason: str, *, status: int) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class _Finished(Exception):  # noqa: N818 - ends the root group from inside; never leaves this module
@@ -194,7 +206,7 @@ async def serve(
 
 
 def run_service(main: Callable[[Lifecycle], Awaitable[object]], *, log: Log, drain_timeout_s: float = 30.0) -> int:
-    """Run a service to its end and return its exit status: 0 clean, 1 failed or cut short, 2 wrong settings."""
+    """Run a service to its end and return its exit status: 0 clean, 1 failed or cut short, 2 wrong settings, else `ServiceEnded.status`."""
     with asyncio.Runner() as runner:
         return runner.run(serve(main, log=log, drain_timeout_s=drain_timeout_s))
 
@@ -206,6 +218,9 @@ def _status_of(group: BaseExceptionGroup[BaseException], log: Log) -> int:
         match error:
             case _Finished():
                 pass
+            case ServiceEnded():
+                log.error("service_ended", reason=str(error), exit_status=error.status)
+                status = status or error.status
             case SettingsError():
                 log.error("settings_refused", problems=[f"{p.key} = {p.value}: {p.rule}" for p in error.problems])
                 status = status or EXIT_SETTINGS

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Never
 
 from common.bus.port import Bus
 from common.bus.rpc import RpcEdge
 from common.bus.storage import ROUTERS_CONFIG
 from common.engine.port import Engine
-from common.runtime.lifecycle import Log
+from common.runtime.lifecycle import EXIT_QUARANTINED, Log, ServiceEnded
+from common.worker.quarantine_watch import wait_overrun
 from common.worker.registration import Registration
 from common.worker.service import WorkerService
 from common.worker.twin import check_unique
@@ -30,7 +32,7 @@ class WorkerHost:
         self._group = group
         self._log = log
         self._tasks: list[asyncio.Task[None]] = []
-        self.registration = Registration(bus, log, service.record)
+        self.registration = Registration(bus, service.clock, log, service.record)
 
     async def open(self) -> None:
         """Answer, compute, then announce. Raises `BusError`."""
@@ -51,6 +53,8 @@ class WorkerHost:
             "routers": service.routers.run(routers),
             "router_ticks": service.routers.run_ticks(),
             "registration": self.registration.run(),
+            "own_lease": self.registration.run_lease(),
+            "quarantine": self._leave_when_overrun(),
             **service.role_tasks(bucket),
         }
         self._tasks = [self._group.create_task(work, name=name) for name, work in works.items()]
@@ -60,6 +64,18 @@ class WorkerHost:
         self._service.draining = True
         self.registration.announce()
         await self._service.drain()
+
+    async def _leave_when_overrun(self) -> Never:
+        """Drain and end the process, to come back whole, once too much memory is quarantined. Raises `ServiceEnded`."""
+        overrun = await wait_overrun(self._service.replicas, self._service.clock)
+        reason = f"{overrun} are quarantined: their writers do not stop"
+        self._log.error("quarantine_overrun", reason=reason)
+        try:
+            async with asyncio.timeout(self._service.settings.drain_timeout_s):
+                await self.drain()
+        except TimeoutError:
+            self._log.error("drain_cut_short", step="quarantine", timeout_s=self._service.settings.drain_timeout_s)
+        raise ServiceEnded(reason, status=EXIT_QUARANTINED)
 
     async def close(self) -> None:
         """Leave the mesh and stop the tasks."""

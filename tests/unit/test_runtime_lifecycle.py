@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.runtime.lifecycle import Lifecycle, State, serve
+from common.runtime.lifecycle import EXIT_LEASE_LAPSED, Lifecycle, ServiceEnded, State, serve
 from common.runtime.settings import SettingsError, SettingsProblem
 from common.runtime.virtual_time import run_virtual
 
@@ -135,6 +135,23 @@ def test_a_failed_task_ends_the_process_with_1() -> None:
     status, events = live(main)
     assert (status, trace) == (1, ["close bus stopped"])
     assert events == ["service_ready", "task_failed", "service_stopped"]
+
+
+def test_a_task_can_end_the_process_with_a_status_of_its_own() -> None:
+    """What it raises says which; nothing is drained, and all is closed."""
+    trace: list[str] = []
+
+    async def main(lifecycle: Lifecycle) -> None:
+        async def work() -> None:
+            await asyncio.sleep(1.0)
+            raise ServiceEnded("planted", status=EXIT_LEASE_LAPSED)
+
+        steps(trace, lifecycle, "bus")
+        lifecycle.tasks.create_task(work(), name="work")
+
+    status, events = live(main)
+    assert (status, trace) == (3, ["close bus stopped"])
+    assert events == ["service_ready", "service_ended", "service_stopped"]
 
 
 def test_a_drain_is_bounded_and_a_broken_step_does_not_stop_the_others() -> None:
