@@ -63,7 +63,7 @@ async def _start(
     admin = AdminServer(routes, host=settings.admin_host, port=settings.admin_port)
     lifecycle.on_close("admin", admin.close)
     log.info("admin_port_opened", port=await admin.start())
-    engines = make_engines(settings, incarnation, clock)
+    engines = make_engines(settings, incarnation, clock, num_staging_rows=settings.staging_rows_of(kind.role))
     progress = []
     for dp_rank, engine in enumerate(engines):
         lifecycle.on_close(f"engine-{dp_rank}", engine.stop)

@@ -11,6 +11,7 @@ from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.handoff import PrefillFinished, RequestEnded, TakenOver
+from contracts.pull import PullEnded
 from contracts.requests import Accepted, Answer, Refused
 from contracts.subjects import BrokerVerb
 
@@ -18,10 +19,11 @@ _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ASK_S: Final = 2.0
 
-Report = PrefillFinished | TakenOver | RequestEnded
+Report = PrefillFinished | PullEnded | TakenOver | RequestEnded
 
 _VERBS: Final[dict[type[Report], BrokerVerb]] = {
     PrefillFinished: BrokerVerb.PREFILL_FINISHED,
+    PullEnded: BrokerVerb.PULL_ENDED,
     TakenOver: BrokerVerb.TAKEN_OVER,
     RequestEnded: BrokerVerb.ENDED,
 }

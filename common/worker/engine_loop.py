@@ -184,12 +184,16 @@ class EngineLoop:
 
     async def _extend(self, extensions: tuple[Extension, ...]) -> None:
         if extensions:
-            await self.engine.extend(ExtendSequences(generation=self._pool.next_generation(), extensions=extensions))
+            await self.engine.extend(
+                ExtendSequences(generation=self._pool.next_generation(), extensions=extensions)
+            )
 
     @property
     def _num_coming_blocks(self) -> int:
         """Blocks in quarantine that may be expected back soon."""
-        return sum(len(entry.memory.block_ids) for entry in self._quarantined.values() if entry.num_looks < _MAX_LOOKS)
+        return sum(
+            len(entry.memory.block_ids) for entry in self._quarantined.values() if entry.num_looks < _MAX_LOOKS
+        )
 
     def _requeue(self, sequence: Sequence) -> None:
         """Let a preempted sequence be computed again, unless it has been stopped since or cannot be."""
@@ -244,6 +248,7 @@ class EngineLoop:
                     sampling=sequence.sampling,
                     push=sequence.push,
                     secret=sequence.secret,
+                    staging_row=memory.staging_row,
                 )
             )
         except EngineError:

@@ -16,9 +16,13 @@ from common.worker.settings import EngineKind, WorkerSettings
 from contracts.rank import StartRank
 
 
-def make_engines(settings: WorkerSettings, incarnation: str, clock: Clock) -> tuple[Engine, ...]:
+def make_engines(
+    settings: WorkerSettings, incarnation: str, clock: Clock, *, num_staging_rows: int = 0
+) -> tuple[Engine, ...]:
     """Engines that have not been started, in the order of their dp rank."""
-    return tuple(_make_engine(settings, incarnation, clock, dp_rank) for dp_rank in range(settings.dp))
+    return tuple(
+        _make_engine(settings, incarnation, clock, dp_rank, num_staging_rows) for dp_rank in range(settings.dp)
+    )
 
 
 async def start_engines(engines: Sequence[Engine]) -> tuple[StartedEngine, ...]:
@@ -30,10 +34,14 @@ async def start_engines(engines: Sequence[Engine]) -> tuple[StartedEngine, ...]:
     )
 
 
-def _make_engine(settings: WorkerSettings, incarnation: str, clock: Clock, dp_rank: int) -> Engine:
+def _make_engine(
+    settings: WorkerSettings, incarnation: str, clock: Clock, dp_rank: int, num_staging_rows: int
+) -> Engine:
     match settings.engine:
         case EngineKind.RANKS:
-            starts = tuple(_start_of(settings, incarnation, dp_rank, rank) for rank in range(settings.tp))
+            starts = tuple(
+                _start_of(settings, incarnation, dp_rank, rank, num_staging_rows) for rank in range(settings.tp)
+            )
             return RankGroup(starts, ProcessLauncher())
         case EngineKind.FAKE:
             return FakeEngine(
@@ -46,12 +54,13 @@ def _make_engine(settings: WorkerSettings, incarnation: str, clock: Clock, dp_ra
                 block_size=settings.block_size,
                 num_blocks=settings.num_blocks,
                 num_slots=settings.num_slots,
+                num_staging_rows=num_staging_rows,
             )
         case _:
             assert_never(settings.engine)
 
 
-def _start_of(settings: WorkerSettings, incarnation: str, dp_rank: int, rank: int) -> StartRank:
+def _start_of(settings: WorkerSettings, incarnation: str, dp_rank: int, rank: int, num_staging_rows: int) -> StartRank:
     return StartRank(
         worker_id=settings.worker_id,
         incarnation=incarnation,
@@ -63,6 +72,7 @@ def _start_of(settings: WorkerSettings, incarnation: str, dp_rank: int, rank: in
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         num_slots=settings.num_slots,
+        num_staging_rows=num_staging_rows,
         max_step_tokens=settings.max_step_tokens,
         max_step_sequences=settings.num_slots,
         dtype=settings.dtype,

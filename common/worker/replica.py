@@ -39,6 +39,7 @@ class Replica:
             num_blocks=info.num_blocks,
             num_slots=info.num_slots,
             block_size=info.block_size,
+            num_staging_rows=info.num_staging_rows,
             dp_rank=at.dp_rank,
             dp=at.dp_size,
         )
@@ -56,7 +57,7 @@ class Replica:
             num_slots=self.pool.num_slots,
             num_free_blocks=self.pool.num_free_blocks,
             num_kept_blocks=self.pool.num_kept_blocks,
-            num_free_slots=self.pool.num_free_slots,
+            num_free_slots=self.pool.num_free_places,
             num_waiting=self.scheduler.num_waiting,
             num_running=self.scheduler.num_running,
             num_prompt_tokens_left=self.scheduler.num_prompt_tokens_left,

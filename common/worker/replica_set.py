@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
-from common.engine.port import EngineError, EngineInfo
+from common.engine.port import Engine, EngineError, EngineInfo
 from common.layout.replicas import split_replicas
 from common.worker.core.blocks import MemoryNeed, Reservation
 from common.worker.core.growth import Growth
@@ -118,10 +118,18 @@ class ReplicaSet:
         Raises `EngineError` with the rule that forbids it; then no replica is linked.
         """
         described = tuple(ranks)
+        # Without the loop's lock: prompts and other peers do not wait for this one.
+        await self._link(peer, lambda engine: engine.link(peer, described))
+
+    async def link_source(self, peer: WorkerRef, ranks: Iterable[WorkerDescription]) -> None:
+        """Let every replica here read from every replica of `peer`, given all of its ranks. Otherwise like `link`."""
+        described = tuple(ranks)
+        await self._link(peer, lambda engine: engine.link_source(peer, described))
+
+    async def _link(self, peer: WorkerRef, make: Callable[[Engine], Awaitable[None]]) -> None:
         try:
             for replica in self._replicas:
-                # Without the loop's lock: prompts and other peers do not wait for this one.
-                await replica.engine.link(peer, described)
+                await make(replica.engine)
         except EngineError:
             await self.unlink(peer)
             raise

@@ -16,7 +16,7 @@ from contracts.ids import check_token
 from contracts.manifest import Role
 from contracts.pull import Transfer
 from contracts.rank import CollectivesKind
-from contracts.workers import MAX_REPLICAS
+from contracts.workers import MAX_REPLICAS, WorkerRole
 
 _STATES: Final = (Role.CONV, Role.SSM)
 DEFAULT_TRANSPORT_HOST: Final = "127.0.0.1"
@@ -81,8 +81,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     reserve_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 4.0
     """How long a reservation on a decode worker waits for memory before it is refused."""
     reserve_output_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Decode and mixed: tokens of an answer for which memory is set aside at first; more comes as they are generated, and the youngest
-    gives way when there is none; 0: all of max_tokens, so that nothing ever gives way."""
+    """Decode and mixed: tokens of an answer that memory is set aside for at first; it grows, and the youngest gives way; 0: all."""
     prompt_buffer_tokens: Count = 1 << 20
     """Tokens of prompts that may be kept until somebody asks to run them."""
     collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY
@@ -147,10 +146,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         """The roles that a decode worker reads itself."""
         return self.pull.roles if self.transfer is Transfer.PULL else ()
 
-    @property
-    def staging_rows(self) -> int:
-        """Staging rows of each rank of a decode worker."""
-        return (self.num_staging_rows or self.num_slots) if self.transfer is Transfer.PULL else 0
+    def staging_rows_of(self, role: WorkerRole) -> int:
+        """Staging rows of each rank of a worker of this role."""
+        pulls = role is WorkerRole.DECODE and self.transfer is Transfer.PULL
+        return (self.num_staging_rows or self.num_slots) if pulls else 0
 
 
 def _pull_problems(settings: WorkerSettings) -> list[SettingsProblem]:

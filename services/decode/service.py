@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 
 import msgspec
 
+from common.bus.port import Bucket
 from common.bus.rpc import Handler, RefusedError
-from common.engine.port import EngineError
+from common.engine.port import EngineDeadError, EngineError
 from common.runtime.clock import Deadline
 from common.worker.core.sequence import Sequence, SequenceState
 from common.worker.engine_loop import StepOutcome
 from common.worker.generation import GeneratingService
 from common.worker.service import WorkerParts
 from contracts.codec import decode
-from contracts.errors import ErrorCode, ErrorInfo
-from contracts.handoff import GRANT_SECRET_BYTES, CommitHandoff, Grant, Reserved, ReserveDecode, TakenOver
+from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
+from contracts.handoff import (
+    GRANT_SECRET_BYTES,
+    CommitHandoff,
+    Grant,
+    PullHandoff,
+    QueryParts,
+    Reserved,
+    ReserveDecode,
+    TakenOver,
+)
 from contracts.requests import Accepted
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
+from services.decode.pulling import PullPorts, Pulls
+from services.decode.sources import Sources
 
 
 class _Takeover(msgspec.Struct, kw_only=True):
@@ -40,11 +53,49 @@ class DecodeService(GeneratingService):
     def __init__(self, parts: WorkerParts) -> None:
         super().__init__(parts)
         self._takeovers: dict[str, _Takeover] = {}
+        self._sources = Sources(
+            parts.bus, parts.clock, parts.log, self.refusals, group=parts.group, replicas=self.replicas
+        )
+        self._pulls = Pulls(
+            PullPorts(
+                own=self.ref,
+                bus=parts.bus,
+                clock=parts.clock,
+                log=parts.log,
+                metrics=parts.metrics,
+                events=self.events,
+                group=parts.group,
+                sources=self._sources,
+                deliver=self.report,
+                is_parallel=lambda: self.live.now.parallel_shard_pull,
+            )
+        )
         self._reserving: dict[str, asyncio.Future[None]] = {}
 
     def handlers(self) -> Mapping[str, Handler]:
-        """`reserve` and `commit`, beside what every worker can be asked."""
-        return {**super().handlers(), WorkerVerb.RESERVE: self._reserve, WorkerVerb.COMMIT: self._commit}
+        """`reserve`, `pull`, `parts` and `commit`, beside what every worker can be asked."""
+        return {
+            **super().handlers(),
+            WorkerVerb.RESERVE: self._reserve,
+            WorkerVerb.PULL: self._pull,
+            WorkerVerb.PARTS: self._parts,
+            WorkerVerb.COMMIT: self._commit,
+        }
+
+    def role_tasks(self, bucket: Bucket) -> dict[str, Coroutine[Any, Any, None]]:
+        """Link with those who will be read from, and report and tell of what was pulled; nothing where nothing is pulled."""
+        if not self.settings.pulled:
+            return {}
+        return {
+            "sources": self._sources.run(bucket),
+            "source_ticks": self._sources.run_ticks(),
+            "reports": self._pulls.run_reports(),
+            "events": self._pulls.run_events(),
+        }
+
+    def held_handoffs(self) -> frozenset[str]:
+        """See `WorkerService.held_handoffs`. A reservation that waits is about to hold memory."""
+        return super().held_handoffs() | self._reserving.keys()
 
     async def bound(self, sequence: Sequence) -> None:
         """Nothing that computes waits for memory here: it came with the reservation."""
@@ -87,7 +138,10 @@ class DecodeService(GeneratingService):
         handoff_id = command.handoff_id
         need = self.replicas.growth.first_need(command.num_prompt_tokens, command.sampling.max_tokens)
         wanted_until = Deadline.from_remaining_ms(self.clock, command.timeout_ms)
-        placed = await self.replicas.line.wait(handoff_id, need, wanted_until.capped(self.settings.reserve_wait_s))
+        wait_until = wanted_until.capped(self.settings.reserve_wait_s)
+        if self.settings.pulled:
+            await self._link(command, wait_until)
+        placed = await self.replicas.line.wait(handoff_id, need, wait_until)
         if self.table.is_buried(handoff_id):
             if placed is not None:
                 replica, memory = placed
@@ -104,12 +158,24 @@ class DecodeService(GeneratingService):
         sequence.memory = memory
         sequence.secret = secrets.token_hex(GRANT_SECRET_BYTES)
         sequence.state = SequenceState.HELD
+        if self.settings.pulled:
+            self._pulls.expect(sequence, command.source, self.settings.pulled)
         try:
             await replica.loop.bind(sequence)
         except EngineError as error:
             await self.end(handoff_id, tombstone=Deadline.after(self.clock, 0))
             self.replicas.line.serve()
             raise RefusedError(handoff_id, error.code, error.message) from error
+
+    async def _link(self, command: ReserveDecode, deadline: Deadline) -> None:
+        """Refuse what could not be pulled later, before memory is taken and a prompt computed for it."""
+        try:
+            await self._sources.linked(command.source, deadline)
+        except EngineDeadError:
+            raise
+        except PdmeshError as error:
+            text = f"{self.settings.worker_id} cannot read from {command.source.worker_id}: {error.message}"
+            raise RefusedError(command.handoff_id, error.code, text) from error
 
     def _why_no_room(self, num_tokens: int) -> str:
         pools = [replica.pool for replica in self.replicas]
@@ -131,22 +197,42 @@ class DecodeService(GeneratingService):
                 generation=memory.generation,
                 block_ids=memory.block_ids,
                 slot=memory.slot,
+                staging_row=memory.staging_row,
                 secret=sequence.secret,
             ),
             num_cached_tokens=0,
             prepare_ms=(self.clock.monotonic_ns() - began_ns) / 1e6,
+            pulled=self.settings.pulled,
         )
+
+    async def _pull(self, data: bytes) -> msgspec.Struct:
+        command = decode(data, PullHandoff)
+        self.check_command(command)
+        sequence = self._known(command.handoff_id)
+        await self._pulls.begin(command, sequence, self.replicas.of(sequence), self.info.block_size)
+        return Accepted(handoff_id=command.handoff_id)
+
+    async def _parts(self, data: bytes) -> msgspec.Struct:
+        handoff_id = decode(data, QueryParts).handoff_id
+        self._known(handoff_id)
+        return self._pulls.answer(handoff_id)
+
+    def _known(self, handoff_id: str) -> Sequence:
+        sequence = self.table.get(handoff_id)
+        if sequence is None:
+            raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} was never reserved here")
+        return sequence
 
     async def _commit(self, data: bytes) -> msgspec.Struct:
         command = decode(data, CommitHandoff)
         committed_ns = self.clock.monotonic_ns()
         self.check_command(command)
-        sequence = self.table.get(command.handoff_id)
-        if sequence is None:
-            raise RefusedError(
-                command.handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{command.handoff_id} was never reserved here"
-            )
+        sequence = self._known(command.handoff_id)
         if not sequence.output_ids:
+            pull = self._pulls.get(command.handoff_id)
+            if pull is not None and not pull.is_done:
+                text = f"{command.handoff_id} has not been pulled: what it needs is not here"
+                raise RefusedError(command.handoff_id, ErrorCode.PROTOCOL, text)
             if command.first_token >= self.info.vocab_size or command.first_token < 0:
                 rule = f"first_token: {command.first_token} is not allowed; the rule is: below {self.info.vocab_size}"
                 raise RefusedError(command.handoff_id, ErrorCode.PROTOCOL, rule)
@@ -169,6 +255,7 @@ class DecodeService(GeneratingService):
         takeover = self._takeovers.pop(sequence.handoff_id, None)
         if takeover is None:
             return
+        self._pulls.taken_over(sequence.handoff_id)
         started_ns = outcome.result.started_ns
         self.report(
             TakenOver(
@@ -188,6 +275,7 @@ class DecodeService(GeneratingService):
         """See `WorkerService.end`."""
         self._takeovers.pop(handoff_id, None)
         await super().end(handoff_id, tombstone=tombstone)
+        self._pulls.end(handoff_id)
         self.replicas.line.drop(handoff_id)
 
     def released(self, *, quarantined: bool) -> None:

@@ -17,6 +17,7 @@ from services.launcher.arguments import mesh_request, parse
 from services.launcher.bus import with_bus
 from services.launcher.console import Console
 from services.launcher.demo import Demo
+from services.launcher.live_setting import change_setting
 from services.launcher.mesh import Body, MeshRun
 from services.launcher.plan import MeshPlan, make_plan
 from services.launcher.ports import free_ports
@@ -45,7 +46,7 @@ def run(argv: Sequence[str] | None = None) -> int:
                 return _demo(arguments, console)
             case "settings":
                 return show_settings(arguments.role, console)
-            case "timeline" | "events" | "links":
+            case "timeline" | "events" | "links" | "set":
                 return asyncio.run(_inspect(arguments, console))
             case unknown:
                 assert_never(unknown)
@@ -99,6 +100,8 @@ async def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     async def use(bus: Bus) -> int:
         if arguments.command == "timeline":
             return await show_timeline(bus, arguments.name, console)
+        if arguments.command == "set":
+            return await change_setting(bus, arguments.worker, arguments.setting, console)
         if arguments.command == "links":
             return await show_links(bus, console)
         await follow_events(bus, console, from_start=arguments.all)

@@ -49,11 +49,16 @@ def parser() -> argparse.ArgumentParser:
     events = commands.add_parser("events", help="follow what happens to handoffs and links")
     events.add_argument("--all", action="store_true", help="first show what the stream has kept")
     links = commands.add_parser("links", help="show how prefill and decode workers stand with each other, and why")
+    change = commands.add_parser("set", help="change a setting of a worker while it runs")
+    change.add_argument("worker", metavar="WORKER", help="its id")
+    change.add_argument(
+        "setting", metavar="KEY=VALUE", help="parallel_shard_pull=0 of a decode worker, log_level=debug"
+    )
     settings = commands.add_parser("settings", help="list what services can be told: defaults, bounds, variables")
     settings.add_argument(
         "role", nargs="?", choices=ROLES, metavar="ROLE", help=f"one of {', '.join(ROLES)}; all without it"
     )
-    for each in (timeline, events, links):
+    for each in (timeline, events, links, change):
         each.add_argument(
             "--nats", metavar="URL", help="the NATS server (default: PD_NATS_URL, or the local port 4222)"
         )

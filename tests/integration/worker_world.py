@@ -29,8 +29,10 @@ from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.handoff import (
     CommitHandoff,
+    Grant,
     PartsReport,
     PrefillFinished,
+    PullHandoff,
     Released,
     ReleaseHandoff,
     RequestEnded,
@@ -40,6 +42,7 @@ from contracts.handoff import (
     TakenOver,
 )
 from contracts.links import LinkRecord, LinkState
+from contracts.pull import PullEnded
 from contracts.rank import StepPlan
 from contracts.requests import (
     Accepted,
@@ -103,7 +106,7 @@ class Mesh:
         self.bus: MemoryBus = self.server.connect()
         self.services: dict[str, WorkerService] = {}
         self.hosts: list[WorkerHost] = []
-        self.heard: asyncio.Queue[PrefillFinished | TakenOver | RequestEnded] = asyncio.Queue()
+        self.heard: asyncio.Queue[PrefillFinished | PullEnded | TakenOver | RequestEnded] = asyncio.Queue()
         self.reports: list[PartsReport] = []
         self.frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
         self.log_levels: list[str] = []
@@ -131,6 +134,7 @@ class Mesh:
     async def _answer(self, subscription: Subscription) -> None:
         kinds: dict[str, Any] = {
             BrokerVerb.PREFILL_FINISHED: PrefillFinished,
+            BrokerVerb.PULL_ENDED: PullEnded,
             BrokerVerb.TAKEN_OVER: TakenOver,
             BrokerVerb.ENDED: RequestEnded,
         }
@@ -138,6 +142,10 @@ class Mesh:
             report = decode(message.data, kinds[subjects.verb_of(message.subject)])
             self.heard.put_nowait(report)
             await message.respond(encode(Accepted(handoff_id=report.handoff_id)))
+
+    async def follow(self, subject_filter: str, take: Callable[[bytes], None]) -> None:
+        """Give everything that is said there to `take`, from now on."""
+        self.group.create_task(self._read(await self.bus.subscribe(subject_filter), take))
 
     async def _read(self, subscription: Subscription, take: Callable[[bytes], None]) -> None:
         async for message in subscription:
@@ -156,6 +164,7 @@ class Mesh:
                 tp=tp,
                 num_blocks=settings.num_blocks,
                 num_slots=settings.num_slots,
+                num_staging_rows=settings.staging_rows_of(kind.role),
                 step_s=0.002,
             )
             for dp_rank in range(settings.dp)
@@ -254,6 +263,13 @@ class Mesh:
         }
         return await self.ask("prefill", "prefill-0", WorkerVerb.RUN, RunPrefill(**(values | changes)))
 
+    async def pull(self, source: Grant, lock: int = 1, handoff: str = HANDOFF, **changes: Any) -> Any:
+        """Ask for the pull as the broker does."""
+        message = PullHandoff(
+            handoff_id=handoff, incarnation="i-decode-0", fence=1, lock=lock, source=source, timeout_ms=30_000
+        )
+        return await self.ask("decode", "decode-0", WorkerVerb.PULL, msgspec.structs.replace(message, **changes))
+
     async def commit(self, first_token: int, handoff: str = HANDOFF) -> Any:
         """Commit as the broker does."""
         message = CommitHandoff(
@@ -285,8 +301,9 @@ class Mesh:
         """Every pool is at its baseline, and nothing is remembered but tombstones."""
         for service in self.services.values():
             service.replicas.check_integrity()
-            load, settings = service.replicas.load, service.settings
-            assert (load.num_free_blocks, load.num_free_slots) == (
+            settings, pools = service.settings, [replica.pool for replica in service.replicas]
+            free = (sum(pool.num_free_blocks for pool in pools), sum(pool.num_free_slots for pool in pools))
+            assert free == (
                 settings.dp * settings.num_blocks,
                 settings.dp * settings.num_slots,
             )

@@ -8,10 +8,10 @@ import msgspec
 
 from common.worker.core.table import HandoffTable
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.handoff import CommitHandoff, ReserveDecode, RunMixed, RunPrefill
+from contracts.handoff import CommitHandoff, PullHandoff, ReserveDecode, RunMixed, RunPrefill
 
 NewWork: TypeAlias = ReserveDecode | RunPrefill | RunMixed
-Command: TypeAlias = NewWork | CommitHandoff
+Command: TypeAlias = NewWork | PullHandoff | CommitHandoff
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):

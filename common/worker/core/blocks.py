@@ -20,6 +20,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that one sequence owns: its blocks in the order of the sequence, its slot, and the generation that says so.
 
+    Where states are pulled it also has a row of the staging memory, which comes and goes with the slot.
     It may grow to `limit_blocks`, and keeps its generation then: that is its name. What the cells of added blocks hold is newer.
     """
 
@@ -27,6 +28,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     generation: int
     limit_blocks: int
+    staging_row: int | None = None
 
     @property
     def may_grow(self) -> bool:
@@ -44,7 +46,16 @@ class BlockPool:
     than the one that granted it is refused there, too.
     """
 
-    def __init__(self, *, num_blocks: int, num_slots: int, block_size: int, dp_rank: int = 0, dp: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        num_slots: int,
+        block_size: int,
+        num_staging_rows: int = 0,
+        dp_rank: int = 0,
+        dp: int = 1,
+    ) -> None:
         for field, value in (("num_blocks", num_blocks), ("num_slots", num_slots), ("block_size", block_size)):
             if value < 1:
                 raise InvalidValueError(field=field, value=value, rule="1 or more")
@@ -52,7 +63,9 @@ class BlockPool:
         self.num_slots = num_slots
         self.block_size = block_size
         self._free_blocks = list(range(num_blocks))
+        self.num_staging_rows = num_staging_rows
         self._free_slots = list(range(num_slots))
+        self._free_rows = list(range(num_staging_rows))
         self._generation = dp_rank
         self._dp = dp
         self._held: dict[int, Reservation] = {}
@@ -72,6 +85,11 @@ class BlockPool:
     def num_kept_blocks(self) -> int:
         """Free blocks that new reservations cannot have: one for each that may grow."""
         return min(len(self._free_blocks), sum(held.may_grow for held in self._held.values()))
+
+    @property
+    def num_free_places(self) -> int:
+        """Sequences that could begin now if they found blocks: each needs a slot, and a staging row where there are any."""
+        return min(len(self._free_slots), len(self._free_rows)) if self.num_staging_rows else len(self._free_slots)
 
     @property
     def num_quarantined_blocks(self) -> int:
@@ -95,7 +113,7 @@ class BlockPool:
     def fits(self, num_tokens: int) -> bool:
         """Whether `reserve` would succeed now."""
         num_usable = len(self._free_blocks) - self.num_kept_blocks
-        return self.num_blocks_for(num_tokens) <= num_usable and bool(self._free_slots)
+        return self.num_blocks_for(num_tokens) <= num_usable and self.num_free_places > 0
 
     def reserve(self, need: MemoryNeed) -> Reservation | None:
         """Take the blocks of a need and a slot, or take nothing and return None when there is no room."""
@@ -104,6 +122,7 @@ class BlockPool:
         reservation = Reservation(
             block_ids=self._take(self.num_blocks_for(need.num_tokens)),
             slot=heapq.heappop(self._free_slots),
+            staging_row=heapq.heappop(self._free_rows) if self.num_staging_rows else None,
             generation=self.next_generation(),
             limit_blocks=self.num_blocks_for(need.limit_tokens),
         )
@@ -151,8 +170,12 @@ class BlockPool:
         everyone = [*self._held.values(), *self._quarantined.values()]
         blocks = sorted([*self._free_blocks, *(block for each in everyone for block in each.block_ids)])
         slots = sorted([*self._free_slots, *(each.slot for each in everyone)])
+        taken = [each.staging_row for each in everyone if each.staging_row is not None]
+        rows = sorted([*self._free_rows, *taken])
         if blocks != list(range(self.num_blocks)) or slots != list(range(self.num_slots)):
             raise AssertionError("a block or slot has no place, or two")
+        if rows != list(range(self.num_staging_rows)):
+            raise AssertionError("a staging row has no place, or two")
 
     def _take(self, num_blocks: int) -> tuple[int, ...]:
         return tuple(heapq.heappop(self._free_blocks) for _ in range(num_blocks))
@@ -161,3 +184,5 @@ class BlockPool:
         for block in reservation.block_ids:
             heapq.heappush(self._free_blocks, block)
         heapq.heappush(self._free_slots, reservation.slot)
+        if reservation.staging_row is not None:
+            heapq.heappush(self._free_rows, reservation.staging_row)

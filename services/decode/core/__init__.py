@@ -1,0 +1,1 @@
+"""Decisions of the decode worker, as pure functions and plain bookkeeping."""
