@@ -167,12 +167,14 @@ class PartsAnswer(Versioned, frozen=True, kw_only=True, tag="parts_answer"):
 
 
 class PartDigest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The digest of one part's bytes: 16 hexadecimal digits. How it is made is in `common.layout.digest`."""
+    """The digest of all that one destination rank gets of one cache, from whichever source ranks: 16 hexadecimal digits.
+
+    How it is made is in `common.layout.digest`.
+    """
 
     namespace: Namespace
     role: Role
     layer: Whole
-    source_rank: Whole
     destination_rank: Whole
     digest: str
 

@@ -331,6 +331,36 @@ class PullStopped(msgspec.Struct, frozen=True, kw_only=True, tag="pull_stopped")
     error: ErrorInfo | None = None
 
 
+class DigestSequence(msgspec.Struct, frozen=True, kw_only=True, tag="digest_sequence"):
+    """Digest the cache of a bound sequence, tokens `[start, end)` and the states. Answered by `SequenceDigests`.
+
+    With `side` SOURCE what this rank owes to each destination rank of the sequence's push target, with DESTINATION all that this
+    rank holds. No step runs meanwhile.
+    """
+
+    seq: int
+    side: PeerSide
+    start: int
+    end: int
+
+
+class CacheDigest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The sum over some units of one cache, modulo 2**64: see `common.layout.digest`."""
+
+    namespace: Namespace
+    role: Role
+    layer: int
+    destination_rank: int
+    value: int
+
+
+class SequenceDigests(msgspec.Struct, frozen=True, kw_only=True, tag="sequence_digests"):
+    """A rank's answer to a `DigestSequence`."""
+
+    rank: int
+    digests: tuple[CacheDigest, ...]
+
+
 class ScanRank(msgspec.Struct, frozen=True, kw_only=True, tag="scan_rank"):
     """Ask a rank what it holds, by walking its tables. Answered by `RankScan`."""
 
@@ -368,11 +398,12 @@ RankCommand: TypeAlias = (
     | ExtendSequences
     | ReleaseSequences
     | PullShards
+    | DigestSequence
     | StepPlan
     | ScanRank
     | StopRank
 )
-RankAnswer: TypeAlias = RankStarted | StepDone | RankScan | Done
+RankAnswer: TypeAlias = RankStarted | StepDone | SequenceDigests | RankScan | Done
 PullReport: TypeAlias = ShardPulled | RoleMerged | PullStopped
 RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed | PeerLinked | PullReport
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from common.engine.digests import part_digests
 from common.engine.fake_pull import STATES, FakePull, FakeReads
 from common.engine.port import EngineError, EngineInfo, PullResult, StepResult
 from common.engine.pull_reports import Pulls
@@ -21,7 +22,7 @@ from common.layout.region import lay_out
 from common.layout.replicas import split_replicas
 from common.layout.shape import CacheShape, LayerType
 from common.runtime.clock import Clock
-from contracts.handoff import Grant
+from contracts.handoff import Grant, PartDigest
 from contracts.manifest import CacheDtypes, Coordinates, Dtype, PlannedPart, Role
 from contracts.rank import (
     BindSequence,
@@ -90,6 +91,8 @@ class FakeEngine:
         self._pulls = Pulls(tp)
         self._reading: dict[int, FakePull] = {}
         self._sequences: dict[int, BindSequence] = {}
+        self.corrupted: set[str] = set()
+        """Handoffs whose cache is not what was computed, to plant."""
         self._links: dict[WorkerRef, _Link] = {}
         self._pushes: asyncio.Queue[PartPushed] = asyncio.Queue(_MAX_PUSHES)
         dtypes = CacheDtypes(key=Dtype.FLOAT32, value=Dtype.FLOAT32, conv=Dtype.FLOAT32)
@@ -259,6 +262,20 @@ class FakeEngine:
             ended_ns=ended_ns,
             layer_started_ns=(layers,) * len(self._info.ranks) if pushed else (),
         )
+
+    async def digest(self, seq: int, side: PeerSide, start: int, end: int) -> tuple[PartDigest, ...]:
+        """Made up from the request's seed: equal on both sides, unless the handoff's id is in `corrupted`."""
+        binding = self._sequences.get(seq)
+        if binding is None:
+            raise EngineError(f"seq: {seq} is not bound")
+        if side is PeerSide.SOURCE and binding.push is not None:
+            parts = self._link_of(binding.push.grant, PeerSide.DESTINATION).plan.parts
+            found = {((part.namespace, part.role, part.layer), part.dst_rank) for part in parts}
+        else:
+            keys = {rank.rank: {span.key for span in rank.manifest.spans} for rank in self._info.ranks}
+            found = {((key.namespace, key.role, key.layer), rank) for rank, held in keys.items() for key in held}
+        value = fake_token(binding.sampling.seed, start + end) + (binding.handoff_id in self.corrupted)
+        return part_digests(dict.fromkeys(found, value))
 
     async def scan(self) -> tuple[RankScan, ...]:
         """The bound sequences, the same on each rank."""

@@ -1,4 +1,4 @@
-"""The peers that a rank may push to: their layouts while a link is being made, then the compiled copies and connections."""
+"""The peers of a rank: their layouts while a link is being made, then the compiled copies and connections of those it pushes to."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ CacheKey = tuple[Namespace, Role, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One replica of a linked worker. `parts` are what this rank owes for a layer's cache; regions are by destination rank."""
+    """One replica of a linked worker. `templates` are all that this rank owes, `parts` the same for a layer's cache; regions are by destination rank."""
 
+    templates: tuple[CopyTemplate, ...]
     parts: dict[CacheKey, tuple[PartCopies, ...]]
     regions: dict[int, RemoteRegion]
     num_blocks: int
@@ -43,14 +44,21 @@ class PeerDraft:
     """A link to come: what its ranks said so far."""
 
     sides: dict[PeerSide, list[RankManifest]] = field(default_factory=lambda: {side: [] for side in PeerSide})
-    regions: dict[tuple[int, int], RegionDescriptor | None] = field(default_factory=dict)
+    regions: dict[tuple[PeerSide, int, int], RegionDescriptor | None] = field(default_factory=dict)
 
     def add(self, command: AddPeerRank) -> None:
         """Remember one rank."""
         self.sides[command.side].append(command.manifest)
-        if command.side is PeerSide.DESTINATION:
-            at = command.manifest.coordinates
-            self.regions[at.dp_rank, at.tp_rank] = command.region
+        at = command.manifest.coordinates
+        self.regions[command.side, at.dp_rank, at.tp_rank] = command.region
+
+    def region_of(self, side: PeerSide, dp_rank: int, rank: int) -> RegionDescriptor:
+        """Where a rank of the peer can be reached. Raises `InvalidValueError` when it has no region."""
+        descriptor = self.regions[side, dp_rank, rank]
+        if descriptor is None:
+            field = f"region of rank {rank} in replica {dp_rank}"
+            raise InvalidValueError(field=field, value=None, rule="a region that can be reached")
+        return descriptor
 
     def connect(self, own_rank: int, data_plane: DataPlane, clock: Clock, stop: threading.Event) -> tuple[Peer, ...]:
         """Compile the plan and connect to the regions that this rank writes to: the replicas of the peer, in order.
@@ -75,19 +83,20 @@ class PeerDraft:
                 regions: dict[int, RemoteRegion] = {}
                 first = manifests[0]
                 # The peer is kept before it is connected: whatever fails, what is open by then gets closed.
-                peers.append(Peer(parts=owed, regions=regions, num_blocks=first.num_blocks, num_slots=first.num_slots))
+                peers.append(
+                    Peer(
+                        templates=templates,
+                        parts=owed,
+                        regions=regions,
+                        num_blocks=first.num_blocks,
+                        num_slots=first.num_slots,
+                    )
+                )
                 for rank in dst_ranks:
-                    descriptor = _reachable(dp_rank, rank, self.regions[dp_rank, rank])
+                    descriptor = self.region_of(PeerSide.DESTINATION, dp_rank, rank)
                     regions[rank] = data_plane.connect(descriptor, deadline, stop)
         except BaseException:
             for peer in peers:
                 peer.close()
             raise
         return tuple(peers)
-
-
-def _reachable(dp_rank: int, rank: int, descriptor: RegionDescriptor | None) -> RegionDescriptor:
-    if descriptor is None:
-        field = f"region of rank {rank} in replica {dp_rank}"
-        raise InvalidValueError(field=field, value=None, rule="a region that can be reached")
-    return descriptor

@@ -11,11 +11,13 @@ from typing import Protocol
 import msgspec
 
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
+from contracts.handoff import PartDigest
 from contracts.pull import RoleMerge, ShardPull
 from contracts.rank import (
     BindSequence,
     ExtendSequences,
     PartPushed,
+    PeerSide,
     PullReport,
     PullShards,
     RankProgress,
@@ -165,6 +167,14 @@ class Engine(Protocol):
 
     async def step(self, plan: StepPlan) -> StepResult:
         """Run one step."""
+        ...
+
+    async def digest(self, seq: int, side: PeerSide, start: int, end: int) -> tuple[PartDigest, ...]:
+        """Digest the cache of a bound sequence, tokens `[start, end)` and the states, for each cache and destination rank.
+
+        As a SOURCE what is owed to each rank of the sequence's push target, as a DESTINATION what the ranks hold: with nothing lost
+        or changed on the way, both are equal. It reads all of these bytes, and steps wait for it.
+        """
         ...
 
     async def scan(self) -> tuple[RankScan, ...]:

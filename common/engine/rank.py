@@ -20,6 +20,7 @@ from common.engine.collectives.port import Collectives
 from common.engine.config import ModelConfig, load_config
 from common.engine.device.cpu import CpuDevice
 from common.engine.device.port import Device
+from common.engine.digests import Digester
 from common.engine.fingerprint import checkpoint_fingerprint
 from common.engine.model import Model
 from common.engine.peer_table import PeerTable
@@ -37,6 +38,7 @@ from contracts.manifest import Coordinates, Dtype
 from contracts.rank import (
     AddPeerRank,
     BindSequence,
+    DigestSequence,
     Done,
     ExtendSequences,
     LinkPeer,
@@ -51,6 +53,7 @@ from contracts.rank import (
     RankStarted,
     ReleaseSequences,
     ScanRank,
+    SequenceDigests,
     StartRank,
     StepPlan,
     StopRank,
@@ -147,6 +150,7 @@ class Rank:
             num_region_bytes=region_map.nbytes,
             load_ms=(ports.clock.monotonic() - started_at) * 1000,
         )
+        self._digester = Digester(start.rank, self.started.manifest, shape, self._region.data)
         self._config: ModelConfig = config
         self._progress("ready", 2)
 
@@ -177,6 +181,8 @@ class Rank:
                 self._extend(command)
             case ReleaseSequences():
                 return self._release(command)
+            case DigestSequence():
+                return self._digest(command)
             case AddPeerRank():
                 self._peers.add(command)
             case LinkPeer():
@@ -272,6 +278,23 @@ class Rank:
             if shared:
                 rule = f"none held by sequence {other.binding.seq}"
                 raise InvalidValueError(field="block_ids", value=sorted(shared), rule=rule)
+
+    def _digest(self, command: DigestSequence) -> SequenceDigests:
+        sequence = self._sequences.get(command.seq)
+        if sequence is None:
+            raise InvalidValueError(field="seq", value=command.seq, rule="a bound sequence")
+        if not 0 <= command.start <= command.end <= len(sequence.binding.block_ids) * self._start.block_size:
+            rule = "0 <= start <= end, within the sequence's blocks"
+            raise InvalidValueError(field="tokens", value=(command.start, command.end), rule=rule)
+        if command.side is PeerSide.DESTINATION:
+            digests = self._digester.held(sequence.binding, command.start, command.end)
+        elif sequence.peer is None:
+            raise InvalidValueError(
+                field="side", value=command.side, rule="destination, for a sequence without a push target"
+            )
+        else:
+            digests = self._digester.sent(sequence.binding, sequence.peer, command.start, command.end)
+        return SequenceDigests(rank=self._start.rank, digests=digests)
 
     def _release(self, command: ReleaseSequences) -> Done:
         deadline = self._ports.clock.monotonic() + command.timeout_ms / 1000

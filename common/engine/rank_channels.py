@@ -24,6 +24,7 @@ from contracts.rank import (
     RankScan,
     RankStarted,
     RoleMerged,
+    SequenceDigests,
     ShardPulled,
     StepDone,
     StopRank,
@@ -193,7 +194,7 @@ class RankChannels:
                         self.pulls.put(message)
                     case RankProgress():
                         self._progress.put_nowait(message)
-                    case RankStarted() | StepDone() | RankScan() | Done():
+                    case RankStarted() | StepDone() | SequenceDigests() | RankScan() | Done():
                         self._pending[rank].popleft().put(rank, message)
             except (CodecError, asyncio.QueueFull, IndexError) as error:
                 self.die(f"rank {rank} broke the protocol: {type(error).__name__}: {error}")

@@ -12,16 +12,19 @@ from typing import TypeVar
 import msgspec
 
 from common.engine.config import load_config
+from common.engine.digests import add_up
 from common.engine.link_reports import Linking
 from common.engine.port import EngineDeadError, EngineError, EngineInfo, PullResult, StepResult
 from common.engine.rank_channels import RankChannels
 from common.engine.rank_launch import Launcher, RankHandle
 from common.runtime.clock import SystemClock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
+from contracts.handoff import PartDigest
 from contracts.rank import (
     MAX_CONNECTING,
     AddPeerRank,
     BindSequence,
+    DigestSequence,
     Done,
     ExtendSequences,
     LinkPeer,
@@ -37,6 +40,7 @@ from contracts.rank import (
     RankStarted,
     ReleaseSequences,
     ScanRank,
+    SequenceDigests,
     StartRank,
     StepDone,
     StepPlan,
@@ -202,6 +206,11 @@ class RankGroup:
             if any(answer.layer_started_ns for answer in answers)
             else (),
         )
+
+    async def digest(self, seq: int, side: PeerSide, start: int, end: int) -> tuple[PartDigest, ...]:
+        """See `Engine.digest`."""
+        command = DigestSequence(seq=seq, side=side, start=start, end=end)
+        return add_up(await self._ask([command] * len(self._starts), SequenceDigests, self._timeouts.step_s))
 
     async def scan(self) -> tuple[RankScan, ...]:
         """See `Engine.scan`."""

@@ -105,7 +105,6 @@ DIGEST: Final = handoff.PartDigest(
     namespace=Namespace.TARGET,
     role=Role.CONV,
     layer=0,
-    source_rank=1,
     destination_rank=0,
     digest="0123456789abcdef",
 )
@@ -555,6 +554,15 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
     rank.ShardPulled(rank=0, seq=9, lock=2, shard=SHARD, parts=(PULLED_PART,)),
     rank.RoleMerged(rank=0, seq=9, lock=2, role=Role.CONV, merge_ms=0.5, parts=(PULLED_PART,)),
     rank.PullStopped(rank=0, seq=9, lock=2, started_ns=100, ended_ns=300, error=ERROR),
+    rank.DigestSequence(seq=9, side=rank.PeerSide.SOURCE, start=16, end=40),
+    rank.SequenceDigests(
+        rank=1,
+        digests=(
+            rank.CacheDigest(
+                namespace=Namespace.TARGET, role=Role.CONV, layer=0, destination_rank=2, value=0x123456789ABCDEF0
+            ),
+        ),
+    ),
     rank.RankScan(
         rank=1, seqs=(9, 10), num_queued_pushes=2, num_open_fds=20, num_memfds=1, num_pulls=1, staging_rows=(1,)
     ),
