@@ -17,6 +17,7 @@ class ErrorCode(StrEnum):
     INVALID_REQUEST = "invalid_request"
     MODEL_NOT_FOUND = "model_not_found"
     PROMPT_TOO_LONG = "prompt_too_long"
+    CONTEXT_LENGTH = "context_length_exceeded"
     BODY_TOO_LARGE = "body_too_large"
     UNSUPPORTED = "unsupported_parameter"
     OVERLOADED = "overloaded"
@@ -50,6 +51,7 @@ ERROR_RULES: Final[dict[ErrorCode, ErrorRule]] = {
     ErrorCode.INVALID_REQUEST: ErrorRule(400, retryable=False),
     ErrorCode.MODEL_NOT_FOUND: ErrorRule(404, retryable=False),
     ErrorCode.PROMPT_TOO_LONG: ErrorRule(413, retryable=False),
+    ErrorCode.CONTEXT_LENGTH: ErrorRule(400, retryable=False),
     ErrorCode.BODY_TOO_LARGE: ErrorRule(413, retryable=False),
     ErrorCode.UNSUPPORTED: ErrorRule(400, retryable=False),
     ErrorCode.OVERLOADED: ErrorRule(429, retryable=True),

@@ -40,6 +40,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    redispatch: bool | None = None
+    """Ours: false forbids that an answer that has begun goes on elsewhere when its worker is lost; it ends with the error."""
 
     # Known, not built: refused unless neutral.
     min_p: Any = None

@@ -124,13 +124,20 @@ def load(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a service's command line the arguments that `load_from_arguments` reads."""
     parser.add_argument("spec", nargs="?", default="", metavar="SPEC", help="settings as key=value,key=value")
-    parser.add_argument("--set", action="append", default=[], metavar="[ROLE.]KEY=VALUE", dest="overrides")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="[ROLE.]KEY=VALUE",
+        dest="overrides",
+        help="a setting (pdmesh settings lists them); may be repeated",
+    )
     parser.add_argument("--config", type=Path, default=None, metavar="FILE", help="settings as JSON")
 
 
 def load_from_arguments(struct: type[T], *, role: str, argv: Sequence[str]) -> Loaded[T]:
     """Read the settings of one service from its command line and its environment. Raises SettingsError."""
-    parser = argparse.ArgumentParser(prog=f"python -m services.{role}")
+    parser = argparse.ArgumentParser(prog=f"python -m services.{role}", allow_abbrev=False)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     return load(struct, role=role, spec=arguments.spec, overrides=arguments.overrides, config_file=arguments.config)

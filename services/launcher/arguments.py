@@ -30,9 +30,16 @@ class _Worker(argparse.Action):
         setattr(namespace, self.dest, workers)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes no option for another of which it is the beginning. argparse makes its subparsers of the same class."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser. Its result has `command`, and for `up` and `demo` what `mesh_request` reads."""
-    root = argparse.ArgumentParser(prog="pdmesh", description="Prefill and decode on separate workers.")
+    root = _Parser(prog="pdmesh", description="Prefill and decode on separate workers.")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up = commands.add_parser("up", help="start a mesh on this machine and serve until Ctrl-C")
     _add_mesh(up)
@@ -94,4 +101,11 @@ def _add_mesh(command: argparse.ArgumentParser) -> None:
         command.add_argument(f"--{role}", nargs="?", action=_Worker, dest="workers", metavar="SPEC", help=help_text)
     command.add_argument("--port", type=int, metavar="PORT", help="of the HTTP server (up: 8000; demo: a free one)")
     command.add_argument("--config", type=Path, metavar="FILE", help="settings as JSON")
-    command.add_argument("--set", action="append", default=[], dest="overrides", metavar="[ROLE.]KEY=VALUE")
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="[ROLE.]KEY=VALUE",
+        help="a setting of every service that knows it, or of one role (pdmesh settings lists them); may be repeated",
+    )

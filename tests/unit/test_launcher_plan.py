@@ -282,3 +282,13 @@ def test_the_demo_needs_no_arguments() -> None:
     request = mesh_request(parse(["demo"]))
     assert request.workers == (("prefill", "tp=2"), ("decode", "tp=1"))
     assert request.model == str(SHIPPED_MODEL)
+
+
+@pytest.mark.parametrize(
+    "words", [["up", "--prefil", "tp=2"], ["up", "--mod", "x"], ["demo", "--se", "tp=1"], ["events", "--al"]]
+)
+def test_the_beginning_of_an_option_is_no_option(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is misspelt or cut off is told, and never taken for what it may have meant."""
+    with pytest.raises(SystemExit):
+        parse(words)
+    assert words[1] in capsys.readouterr().err
