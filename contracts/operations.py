@@ -124,7 +124,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _worker_call(
         WorkerVerb.DESCRIBE,
         *WorkerRole,
-        senders=(Service.BROKER, Service.PREFILL),
+        senders=(Service.BROKER, *_WORKERS),
         message=workers.DescribeWorker,
         answers=(workers.WorkerDescription, workers.DescribeRefused, requests.Refused),
     ),
@@ -211,7 +211,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         name="keep_worker",
         row="workers",
         senders=_WORKERS,
-        receivers=(Service.ROUTER, Service.BROKER, Service.PREFILL),
+        receivers=(Service.ROUTER, Service.BROKER, Service.PREFILL, Service.DECODE),
         messages=(workers.WorkerRecord,),
         key="{worker}",
     ),

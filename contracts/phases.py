@@ -28,6 +28,14 @@ class Phase(StrEnum):
     """From then to the first token."""
     PUSH = "push"
     """What one source rank was busy with copying cache, all of its parts together. Once for each source rank."""
+    LOCK = "lock"
+    """The request's lock is held: decode may pull its cache."""
+    PULL_WAIT = "pull_wait"
+    """Decode reads: from the beginning of the first shard to the end of the last."""
+    PULL_MERGE = "pull_merge"
+    """Then it merges the states of each role into their places, on the slowest rank, all roles together."""
+    PULL_TOTAL = "pull_total"
+    """From the order to pull until everything was in its place, by decode's clock."""
     LEDGER = "ledger"
     """From the broker's question to prefill until every planned byte was accounted for."""
     RESPONSE_RPC = "response_rpc"
@@ -50,11 +58,20 @@ class Phase(StrEnum):
     """From the submit to the end."""
 
 
+PULL_PHASES: Final = frozenset({Phase.LOCK, Phase.PULL_WAIT, Phase.PULL_MERGE, Phase.PULL_TOTAL})
+"""Phases that only a handoff has whose decode worker pulls; the others have `PUSH`, unless everything is pulled."""
+
 _FIELDS: Final[dict[EventName, tuple[tuple[str, Phase], ...]]] = {
     EventName.DECODE_RESERVED: (("prepare_ms", Phase.RESERVE_PREPARE), ("rpc_ms", Phase.RESERVE_RPC)),
     EventName.PREFILL_ACCEPTED: (("rpc_ms", Phase.RUN_RPC),),
     EventName.PREFILL_FINISHED: (("prepare_ms", Phase.PREFILL_QUEUE), ("duration_ms", Phase.PREFILL_COMPUTE)),
     EventName.RANK_PUSHED: (("duration_ms", Phase.PUSH),),
+    EventName.REQUEST_UNLOCKED: (
+        ("duration_ms", Phase.LOCK),
+        ("wait_ms", Phase.PULL_WAIT),
+        ("merge_ms", Phase.PULL_MERGE),
+        ("total_ms", Phase.PULL_TOTAL),
+    ),
     EventName.LEDGER_CLOSED: (("duration_ms", Phase.LEDGER),),
     EventName.HANDOFF_COMMITTED: (("rpc_ms", Phase.COMMIT_RPC),),
     EventName.TAKEN_OVER: (

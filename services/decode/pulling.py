@@ -231,6 +231,7 @@ class Pulls:
             parallel=pull.parallel,
             error=error,
         )
+        self._note_merges(pull, pull.ended)
         with within(pull.sequence.trace):
             if error is not None:
                 self._ports.log.error(
@@ -279,6 +280,28 @@ class Pulls:
                 error=error,
             )
         )
+
+    def _note_merges(self, pull: Pull, ended: PullEnded) -> None:
+        """Keep an event for each role that was merged, to be told later."""
+        now_ns = self._ports.clock.monotonic_ns()
+        pull.untold += [
+            partial(
+                self._ports.events.publish,
+                EventName.SHARDS_MERGED,
+                handoff_id=pull.sequence.handoff_id,
+                request_id=pull.sequence.request_id,
+                phase="pull",
+                at_ns=now_ns,
+                duration_ms=merge.merge_ms,
+                merge_ms=merge.merge_ms,
+                wait_ms=ended.wait_ms,
+                role=merge.role,
+                lock=pull.lock,
+                parallel=pull.parallel,
+                destination_dp_rank=pull.sequence.dp_rank,
+            )
+            for merge in ended.merges
+        ]
 
     def _tell(self, pull: Pull) -> None:
         untold, pull.untold = pull.untold, []

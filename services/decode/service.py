@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -34,6 +34,10 @@ from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
 from services.decode.pulling import PullPorts, Pulls
 from services.decode.sources import Sources
+from services.decode.verification import CacheVerification
+
+_NUM_CACHED_TOKENS: Final = 0
+"""Of a prompt that decode has before it is computed: it keeps no prefixes."""
 
 
 class _Takeover(msgspec.Struct, kw_only=True):
@@ -70,6 +74,7 @@ class DecodeService(GeneratingService):
                 is_parallel=lambda: self.live.now.parallel_shard_pull,
             )
         )
+        self._verification = CacheVerification(parts.clock, parts.log, parts.metrics)
         self._reserving: dict[str, asyncio.Future[None]] = {}
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -200,9 +205,10 @@ class DecodeService(GeneratingService):
                 staging_row=memory.staging_row,
                 secret=sequence.secret,
             ),
-            num_cached_tokens=0,
+            num_cached_tokens=_NUM_CACHED_TOKENS,
             prepare_ms=(self.clock.monotonic_ns() - began_ns) / 1e6,
             pulled=self.settings.pulled,
+            verify=self.settings.verify_cache,
         )
 
     async def _pull(self, data: bytes) -> msgspec.Struct:
@@ -236,6 +242,11 @@ class DecodeService(GeneratingService):
             if command.first_token >= self.info.vocab_size or command.first_token < 0:
                 rule = f"first_token: {command.first_token} is not allowed; the rule is: below {self.info.vocab_size}"
                 raise RefusedError(command.handoff_id, ErrorCode.PROTOCOL, rule)
+            if self.settings.verify_cache:
+                await self._verification.check(command, sequence, self.replicas.of(sequence), _NUM_CACHED_TOKENS)
+                if sequence.output_ids:
+                    return Accepted(handoff_id=command.handoff_id)  # the same commit, delivered once more, was faster
+                self.check_command(command)  # it may have been released meanwhile
             sequence.num_computed = sequence.num_prompt_tokens
             sequence.num_cached_tokens = command.num_cached_tokens
             sequence.pending_token = command.first_token

@@ -166,6 +166,8 @@ def test_shards_are_read_side_by_side_or_one_after_the_other(parallel: bool, wai
             assert 'pdmesh_worker_shard_pulls_total{outcome="done"} 2.0' in text
             assert f'pdmesh_worker_pull_wait_seconds_count{{parallel="{int(parallel)}"}} 1.0' in text
             await release(mesh)
+        merged = {event.role: event.merge_ms for event in events if event.event is EventName.SHARDS_MERGED}
+        assert merged == {role: pytest.approx(50.0, abs=1) for role in ("conv", "ssm")}
         told = {
             (event.event, event.source_rank): event
             for event in events

@@ -13,7 +13,7 @@ from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName, HandoffEvent
 from contracts.phases import Phase
 from services.launcher.core.table import render, render_event
-from services.launcher.core.timeline import build, by_handoff, is_finished
+from services.launcher.core.timeline import build, by_handoff, is_finished, tells_all
 
 _MS = 1_000_000
 _START = datetime(2025, 1, 1, tzinfo=UTC)
@@ -249,11 +249,18 @@ _BEGINS: list[tuple[EventName, dict[str, Any], float, float | None]] = [
     (EventName.PART_PUSHED, {"duration_ms": 7.0, "role": "key"}, 83, 7),
     (EventName.RANK_PUSHED, {"duration_ms": 7.0}, 90, None),
     (EventName.PREFILL_FINISHED, {"prepare_ms": 2.0, "duration_ms": 20.0, "total_ms": 22.0}, 70, 20),
+    (EventName.REQUEST_LOCKED, {"lock": 1, "lock_holder": "decode-0"}, 90, None),
+    (EventName.SHARD_PULL_STARTED, {"source_rank": 0, "destination_rank": 0}, 90, None),
+    (EventName.SHARD_PULLED, {"duration_ms": 6.0, "source_rank": 0, "destination_rank": 0}, 84, 6),
+    (EventName.SHARDS_MERGED, {"duration_ms": 0.5, "merge_ms": 0.5, "wait_ms": 8.0}, 89.5, 0.5),
+    (EventName.REQUEST_UNLOCKED, {"duration_ms": 12.0, "wait_ms": 8.0, "total_ms": 11.0}, 78, 12),
     (EventName.LEDGER_CLOSED, {"duration_ms": 30.0}, 60, 30),
     (EventName.HANDOFF_COMMITTED, {"rpc_ms": 2.5}, 87.5, 2.5),
     (EventName.TAKEN_OVER, {"started_ns": 10**12 + 88 * _MS, "prepare_ms": 1.0, "total_ms": 6.0}, 82, 6),
     (EventName.PREFILL_RELEASED, {"rpc_ms": 8.0, "response_rpc_ms": 9.0}, 82, 8),
     (EventName.DECODE_RELEASED, {}, 90, None),
+    (EventName.HANDOFF_ADOPTED, {}, 90, None),
+    (EventName.PREEMPTED, {}, 90, None),
     (EventName.REQUEST_FINISHED, {"total_ms": 90.0}, 90, None),
     (EventName.REQUEST_CANCELLED, {"total_ms": 90.0}, 90, None),
     (EventName.REQUEST_FAILED, {"total_ms": 90.0}, 90, None),
@@ -275,6 +282,51 @@ def test_a_row_begins_before_its_end_by_what_it_shows(
 def test_every_event_name_has_its_begin_tested() -> None:
     """A new event cannot be forgotten in the table above."""
     assert {row[0] for row in _BEGINS} == set(EventName)
+
+
+def test_a_pull_shows_its_shards_its_phases_and_the_gap_behind_its_last_merge() -> None:
+    """One row a shard from its begin to its end, and one a merged role; bytes and parts are those of the lock's end."""
+    shard = {"lock": 1, "source_rank": 0, "destination_rank": 0, "parallel": True}
+    events = [
+        _event(EventName.REQUEST_SUBMITTED, 0, "broker"),
+        _event(EventName.REQUEST_LOCKED, 10, "broker", lock=1, lock_holder="decode-0"),
+        _event(EventName.SHARD_PULL_STARTED, 11, "decode", **shard),
+        _event(EventName.SHARD_PULLED, 15, "decode", duration_ms=4.0, num_bytes=90, shard_state="done", **shard),
+        _event(EventName.SHARD_PULL_STARTED, 11, "decode", **(shard | {"source_rank": 1})),
+        _event(EventName.SHARDS_MERGED, 16, "decode", duration_ms=0.5, merge_ms=0.5, role="ssm", lock=1, parallel=True),
+        _event(
+            EventName.REQUEST_UNLOCKED,
+            17,
+            "broker",
+            duration_ms=7.0,
+            wait_ms=4.0,
+            merge_ms=0.5,
+            total_ms=5.0,
+            num_bytes=180,
+            num_parts=4,
+            lock=1,
+        ),
+        _event(EventName.LEDGER_CLOSED, 17, "broker", duration_ms=10.0, num_parts=4),
+        _event(EventName.TAKEN_OVER, 19, "broker", started_ns=10**12 + 18 * _MS),
+        _event(EventName.PREFILL_RELEASED, 20, "broker"),
+        _event(EventName.DECODE_RELEASED, 30, "broker"),
+        _event(EventName.REQUEST_FINISHED, 30, "broker", total_ms=30.0),
+    ]
+    timeline = build(events)
+    shards = [(row.name, row.at_ms, row.duration_ms, row.detail) for row in timeline.rows if "shard pull" in row.name]
+    assert shards == [
+        ("shard pull started", 11, None, "rank 1 to 0, side by side"),
+        ("shard pulled", 11, 4, "rank 0 to 0, side by side, done"),
+    ]
+    assert (timeline.num_bytes, timeline.num_parts, timeline.gap_ms) == (180, 4, 2)
+    assert timeline.phases[:4] == (
+        (Phase.LOCK, None, 7.0),
+        (Phase.PULL_WAIT, None, 4.0),
+        (Phase.PULL_MERGE, None, 0.5),
+        (Phase.PULL_TOTAL, None, 5.0),
+    )
+    assert tells_all(events)
+    assert not tells_all([event for event in events if event.event is not EventName.REQUEST_UNLOCKED])
 
 
 def test_compute_began_when_prefill_said_so() -> None:

@@ -20,7 +20,13 @@ _NO_SPAN: Final = frozenset({EventName.RANK_PUSHED, *_ENDS})
 _SAME_CLOCK_NS: Final = 1_000_000_000
 _MS: Final = 1_000_000
 _PREPARE: Final = {EventName.PREFILL_STARTED: "queue", EventName.PREFILL_FINISHED: "queue"}
-_TOTAL: Final = {EventName.PREFILL_FINISHED: "queue and compute", EventName.TAKEN_OVER: "commit to first decode step"}
+_TOTAL: Final = {
+    EventName.PREFILL_FINISHED: "queue and compute",
+    EventName.REQUEST_UNLOCKED: "pull",
+    EventName.TAKEN_OVER: "commit to first decode step",
+}
+_SHARDS: Final = frozenset({EventName.SHARD_PULL_STARTED, EventName.SHARD_PULLED})
+_PULLED: Final = frozenset({EventName.SHARD_PULLED, EventName.SHARDS_MERGED})
 TOKENS_OF: Final = {
     EventName.REQUEST_SUBMITTED: "prompt",
     EventName.DECODE_RESERVED: "cached",
@@ -51,7 +57,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """One handoff. What cannot be known from the events that are there is None.
 
     `overlap` is the share of the time spent on pushing parts that lay before the last layer was computed.
-    `gap_ms`, the handoff gap, runs from the end of the last push to the decode worker's first step.
+    `gap_ms`, the handoff gap, runs from the end of the last push, pull or merge to the decode worker's first step.
     `total_ms` runs from the first begin of anything to the end of the request. `phases` are those that the broker measured, in the order
     of `contracts.phases`, with the source rank of a push. `missing_parts` are named as far as the event names them.
     """
@@ -85,6 +91,7 @@ def tells_all(events: Sequence[HandoffEvent]) -> bool:
     if any(event.mixed_worker is not None for event in events):
         return EventName.DECODE_RELEASED in names
     parts = sum(event.event is EventName.PART_PUSHED for event in events)
+    parts += sum(event.num_parts or 0 for event in events if event.event is EventName.REQUEST_UNLOCKED)
     owed = next((event.num_parts or 0 for event in events if event.event is EventName.LEDGER_CLOSED), 0)
     return {EventName.DECODE_RELEASED, EventName.PREFILL_RELEASED} <= names and parts >= owed
 
@@ -112,17 +119,20 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
     starts = _starts(times)
     origin = min(starts.values())
     pushed_ranks = {event.source_rank for event in pushes}
+    pulled = {_shard(event) for event in ordered if event.event is EventName.SHARD_PULLED}
     rows = [
         _row(event, (starts[event] - origin) / _MS)
         for event in ordered
         if event.event not in _FOLDED
         and not (event.event is EventName.RANK_PUSHED and event.source_rank in pushed_ranks)
+        and not (event.event is EventName.SHARD_PULL_STARTED and _shard(event) in pulled)
     ]
     if layers:
         rows.append(_computed(layers, starts, times, origin))
     rows += _pushed(pushes, starts, times, origin)
     ends = [event for event in ordered if event.event in _ENDS]
     carried = pushes or [event for event in ordered if event.event is EventName.RANK_PUSHED]
+    carried += [event for event in ordered if event.event is EventName.REQUEST_UNLOCKED]
     return Timeline(
         handoff_id=ordered[0].handoff_id,
         request_id=ordered[0].request_id,
@@ -133,7 +143,7 @@ def build(events: Sequence[HandoffEvent]) -> Timeline:
         num_bytes=sum(event.num_bytes or 0 for event in carried),
         num_parts=sum(1 if event.num_parts is None else event.num_parts for event in carried),
         overlap=_overlap(pushes, times, _compute_end(ordered, times)),
-        gap_ms=_gap(ordered, pushes, times),
+        gap_ms=_gap(ordered, [*pushes, *(event for event in ordered if event.event in _PULLED)], times),
         total_ms=(times[ends[-1]] - origin) / _MS if ends else None,
         phases=_phases(ordered),
         missing_parts=ends[-1].missing_parts if ends else (),
@@ -227,12 +237,21 @@ def _detail(event: HandoffEvent) -> str:
         (_PREPARE.get(event.event, "prepare"), event.prepare_ms),
         ("rpc", event.rpc_ms),
         ("enqueue", event.enqueue_ms),
+        ("read", event.wait_ms if event.event is EventName.REQUEST_UNLOCKED else None),
+        ("merge", event.merge_ms if event.event is EventName.REQUEST_UNLOCKED else None),
         (_TOTAL.get(event.event, "since the submit"), event.total_ms),
         ("busy", event.duration_ms if event.event is EventName.RANK_PUSHED else None),
     )
     words = [f"{name} {value:.1f} ms" for name, value in spans if value is not None]
     if event.source_rank is not None:
-        words.append(f"rank {event.source_rank}")
+        to = f" to {event.destination_rank}" if event.event in _SHARDS else ""
+        words.append(f"rank {event.source_rank}{to}")
+    if event.event is EventName.SHARDS_MERGED and event.role is not None:
+        words.append(event.role)
+    if event.parallel is not None:
+        words.append("side by side" if event.parallel else "one by one")
+    if event.shard_state is not None:
+        words.append(event.shard_state)
     if event.source_dp_rank or event.destination_dp_rank:
         words.append(f"replica {event.source_dp_rank or event.destination_dp_rank}")
     if event.num_tokens is not None:
@@ -242,6 +261,11 @@ def _detail(event: HandoffEvent) -> str:
     if event.error is not None:
         words.append(f"{event.error.code}: {event.error.message}")
     return ", ".join(words)
+
+
+def _shard(event: HandoffEvent) -> tuple[int | None, int | None, int | None]:
+    """Which pull of which shard an event is about."""
+    return event.lock, event.source_rank, event.destination_rank
 
 
 def _computed(
@@ -328,10 +352,8 @@ def _last_copy_ns(event: HandoffEvent) -> int:
     return _busy_ns(event) if event.last_started_ns is None else event.at_ns - event.last_started_ns
 
 
-def _gap(
-    events: Sequence[HandoffEvent], pushes: Sequence[HandoffEvent], times: dict[HandoffEvent, int]
-) -> float | None:
+def _gap(events: Sequence[HandoffEvent], moves: Sequence[HandoffEvent], times: dict[HandoffEvent, int]) -> float | None:
     told = [times[event] for event in events if event.event is EventName.TAKEN_OVER]
-    if not told or not pushes:
+    if not told or not moves:
         return None
-    return (min(told) - max(times[event] for event in pushes)) / _MS
+    return (min(told) - max(times[event] for event in moves)) / _MS
