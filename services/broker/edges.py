@@ -17,7 +17,9 @@ from contracts import subjects
 from contracts.codec import decode
 from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.links import LinkRecord
+from contracts.pull import PullEnded
 from contracts.requests import Accepted, CancelRequest, Ping, Pong, ReplayTokens, SubmitRequest, WorkerRef
+from contracts.show import ShowHandoff
 from contracts.subjects import BrokerVerb
 from contracts.workers import WorkerRecord
 from services.broker.service import Broker
@@ -70,9 +72,11 @@ class BrokerEdges:
             BrokerVerb.SUBMIT: self._submit,
             BrokerVerb.CANCEL: self._cancel,
             BrokerVerb.PREFILL_FINISHED: self._prefill_finished,
+            BrokerVerb.PULL_ENDED: self._pull_ended,
             BrokerVerb.TAKEN_OVER: self._taken_over,
             BrokerVerb.ENDED: self._ended,
             BrokerVerb.OUTCOME: self._outcome,
+            BrokerVerb.SHOW: self._show,
             BrokerVerb.PING: self._ping,
         }
 
@@ -93,6 +97,12 @@ class BrokerEdges:
 
     async def _prefill_finished(self, data: bytes) -> msgspec.Struct:
         return await self._broker.take(decode(data, PrefillFinished))
+
+    async def _pull_ended(self, data: bytes) -> msgspec.Struct:
+        return await self._broker.take(decode(data, PullEnded))
+
+    async def _show(self, data: bytes) -> msgspec.Struct:
+        return await self._broker.show(decode(data, ShowHandoff).handoff_id)
 
     async def _taken_over(self, data: bytes) -> msgspec.Struct:
         return await self._broker.take(decode(data, TakenOver))
@@ -121,7 +131,9 @@ class BrokerEdges:
     def _heard(self, entry: Entry) -> None:
         record = self._refusals.record("workers", entry, WorkerRecord, lambda record: record.worker_id)
         if record is not None:
-            self._broker.workers.heard(WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation))
+            worker = WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation)
+            self._broker.workers.heard(worker)
+            self._broker.orphans.met(record.role, worker)
 
     async def _watch_links(self, watch: Watch) -> None:
         async with watch:

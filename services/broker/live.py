@@ -24,6 +24,7 @@ class Live:
         self.trace = trace
         self.admission: asyncio.Future[ErrorInfo | None] = asyncio.get_running_loop().create_future()
         self._feed = feed
+        self._written: asyncio.Event | None = None
 
     @property
     def ended(self) -> bool:
@@ -34,6 +35,18 @@ class Live:
         """See `Target.tell`."""
         self._feed(self, event)
 
+    def stepped(self) -> None:
+        """Note a step: whoever waits for the bucket goes on once no write is under way."""
+        if self._written is not None and self.handoff.writing is None:
+            self._written.set()
+            self._written = None
+
+    async def wait_written(self) -> None:
+        """Until the bucket has answered every write that follows from what was told so far. Each write has a bound."""
+        while self.handoff.writing is not None:
+            self._written = self._written or asyncio.Event()
+            await self._written.wait()
+
 
 class LiveHandoffs:
     """All handoffs that are in flight, and those that ended a while ago: people and routers still ask for them."""
@@ -42,6 +55,7 @@ class LiveHandoffs:
         self._keep_ended_s = keep_ended_s
         self._max_ended = max_ended
         self._live: dict[str, Live] = {}
+        self._latest: dict[str, Live] = {}
         self._ended: deque[tuple[float, str]] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -59,9 +73,17 @@ class LiveHandoffs:
         """One handoff, as long as it is remembered."""
         return self._live.get(handoff_id)
 
+    def latest(self, request_id: str) -> Live | None:
+        """The highest attempt of a request that is remembered."""
+        return self._latest.get(request_id)
+
     def add(self, live: Live) -> None:
         """Keep one that is in flight from now on."""
-        self._live[live.handoff.handoff_id] = live
+        record = live.handoff.record
+        self._live[record.handoff_id] = live
+        latest = self._latest.get(record.request_id)
+        if latest is None or latest.handoff.record.attempt < record.attempt:
+            self._latest[record.request_id] = live
         self._idle.clear()
 
     def ended(self, live: Live, now: float) -> None:
@@ -73,7 +95,10 @@ class LiveHandoffs:
     def expire(self, now: float) -> None:
         """Forget those that ended too long ago, and the oldest of too many."""
         while self._ended and (now >= self._ended[0][0] + self._keep_ended_s or len(self._ended) > self._max_ended):
-            del self._live[self._ended.popleft()[1]]
+            live = self._live.pop(self._ended.popleft()[1])
+            request_id = live.handoff.record.request_id
+            if self._latest.get(request_id) is live:
+                del self._latest[request_id]
 
     async def wait_idle(self) -> None:
         """Until none is in flight. The caller has the time."""

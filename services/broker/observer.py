@@ -60,6 +60,7 @@ class Observer:
         )
         self._refused = metrics.counter("broker_submits_refused_total", "Submits that were refused.", ["code"])
         self._bytes = metrics.counter("broker_pushed_bytes_total", "Bytes that source ranks reported as written.")
+        self._pulled = metrics.counter("broker_pulled_bytes_total", "Bytes that decode workers reported as read.")
         self._parts = metrics.counter("broker_parts_total", "Parts of caches that arrived in full.")
         self._missing = metrics.counter(
             "broker_missing_parts_total", "Parts that had not arrived when a handoff failed."
@@ -106,6 +107,11 @@ class Observer:
             story.num_bytes += event.num_bytes or 0
             story.num_parts += event.num_parts or 0
             self._bytes.inc(event.num_bytes or 0)
+            self._parts.inc(event.num_parts or 0)
+        elif effect.name is EventName.REQUEST_UNLOCKED:
+            story.num_bytes += event.num_bytes or 0
+            story.num_parts += event.num_parts or 0
+            self._pulled.inc(event.num_bytes or 0)
             self._parts.inc(event.num_parts or 0)
         state = _ENDS.get(effect.name)
         if state is not None:

@@ -17,6 +17,7 @@ from contracts.errors import ErrorInfo, PdmeshError
 from contracts.handoff import (
     CommitHandoff,
     PartsAnswer,
+    PullHandoff,
     Released,
     Reserved,
     ReserveDecode,
@@ -31,6 +32,8 @@ from services.broker.core.effects import (
     AnswerRouter,
     AskCommit,
     AskParts,
+    AskPlan,
+    AskPull,
     AskRelease,
     AskReserve,
     AskRun,
@@ -46,18 +49,34 @@ from services.broker.core.events import (
     Event,
     PartsOverdue,
     PartsReported,
+    PartsUnanswered,
+    PlanFound,
+    PrefillEnded,
+    PullAccepted,
+    PullOver,
     ReleaseSettled,
     RunAccepted,
 )
+from services.broker.plans import Plans
 from services.broker.records import Records
 
 _ANSWER_PAUSE_S: Final = 0.05
 _ANSWER_S: Final = 5.0
 _QUERY_S: Final = 1.0
 
-Timed: TypeAlias = ReserveDecode | RunPrefill | RunMixed | CommitHandoff
+Timed: TypeAlias = ReserveDecode | RunPrefill | RunMixed | PullHandoff | CommitHandoff
 Job: TypeAlias = (
-    StoreRecord | AskReserve | AskRun | AskCommit | AskRelease | AskParts | CheckParts | HintCancel | AnswerRouter
+    StoreRecord
+    | AskPlan
+    | AskReserve
+    | AskRun
+    | AskPull
+    | AskCommit
+    | AskRelease
+    | AskParts
+    | CheckParts
+    | HintCancel
+    | AnswerRouter
 )
 
 
@@ -90,6 +109,7 @@ class Performer:
         *,
         calls: Calls,
         records: Records,
+        plans: Plans,
         release_timeout_s: float,
         is_gone: Callable[[WorkerRef], bool],
     ) -> None:
@@ -98,6 +118,7 @@ class Performer:
         self._log = log
         self._calls = calls
         self._records = records
+        self._plans = plans
         self._release_timeout_s = release_timeout_s
         self._is_gone = is_gone
 
@@ -106,10 +127,14 @@ class Performer:
         match effect:
             case StoreRecord():
                 target.tell(await self._records.store(effect))
+            case AskPlan():
+                await self._plan(target, effect)
             case AskReserve(worker=worker, message=message):
                 await self._ask(target, Ask.RESERVE, WorkerRole.DECODE, worker, message)
             case AskRun(role=role, worker=worker, message=run):
                 await self._ask(target, Ask.RUN, role, worker, run)
+            case AskPull(worker=worker, message=pull):
+                await self._ask(target, Ask.PULL, WorkerRole.DECODE, worker, pull)
             case AskCommit(worker=worker, message=commit):
                 await self._ask(target, Ask.COMMIT, WorkerRole.DECODE, worker, commit)
             case AskRelease():
@@ -145,6 +170,14 @@ class Performer:
         except PdmeshError as error:
             answer = Refused(handoff_id=message.handoff_id, error=error.info)
         target.tell(_outcome(ask, answer, at_ns=self._now_ns, rpc_ms=(self._now_ns - began_ns) / 1e6))
+
+    async def _plan(self, target: Target, effect: AskPlan) -> None:
+        try:
+            plan = await self._plans.for_route(effect.route, target.deadline, under_way=True)
+        except PdmeshError as error:
+            target.tell(AskRefused(at_ns=self._now_ns, ask=Ask.PLAN, error=_named(Ask.PLAN, error.info)))
+            return
+        target.tell(PlanFound(at_ns=self._now_ns, planned=plan.planned, block_size=plan.block_size))
 
     async def _release(self, target: Target, effect: AskRelease) -> None:
         worker = effect.worker
@@ -187,20 +220,25 @@ class Performer:
         )
 
     async def _query(self, target: Target, effect: AskParts) -> None:
-        subject = subjects.worker_rpc(WorkerRole.PREFILL, effect.worker.worker_id, WorkerVerb.PARTS)
+        subject = subjects.worker_rpc(effect.role, effect.worker.worker_id, WorkerVerb.PARTS)
         deadline = target.deadline.capped(_QUERY_S)
         try:
             answer = await self._calls.ask(
                 subject, lambda: effect.message, PartsAnswer | Refused, deadline, wanted=lambda: not target.ended
             )
         except PdmeshError as error:
-            self._log.info("parts_unanswered", handoff_id=effect.message.handoff_id, error_code=str(error.code))
-            return
+            answer = Refused(handoff_id=effect.message.handoff_id, error=error.info)
         if isinstance(answer, Refused):
-            self._log.info("parts_refused", handoff_id=effect.message.handoff_id, error_code=str(answer.error.code))
+            code = str(answer.error.code)
+            self._log.info("parts_unanswered", handoff_id=effect.message.handoff_id, role=effect.role, error_code=code)
+            target.tell(PartsUnanswered(at_ns=self._now_ns, role=effect.role, error=answer.error))
             return
         for report in answer.reports:
             target.tell(PartsReported(at_ns=self._now_ns, report=report))
+        if effect.role is WorkerRole.PREFILL and answer.finished is not None:
+            target.tell(PrefillEnded(at_ns=self._now_ns, message=answer.finished))
+        if effect.role is WorkerRole.DECODE and answer.pull_ended is not None:
+            target.tell(PullOver(at_ns=self._now_ns, message=answer.pull_ended))
 
     async def _hint(self, effect: HintCancel) -> None:
         subject = subjects.cancel(effect.worker.worker_id, effect.request_id)
@@ -234,6 +272,8 @@ def _outcome(ask: Ask, answer: Reserved | Accepted | Refused, *, at_ns: int, rpc
         case Accepted():
             if ask is Ask.COMMIT:
                 return CommitAccepted(at_ns=at_ns, rpc_ms=rpc_ms)
+            if ask is Ask.PULL:
+                return PullAccepted(at_ns=at_ns, rpc_ms=rpc_ms)
             return RunAccepted(at_ns=at_ns, rpc_ms=rpc_ms)
 
 

@@ -50,21 +50,24 @@ class Plans:
         """How many pairs have been compiled or refused."""
         return len(self._plans)
 
-    async def for_route(self, route: Route, deadline: Deadline) -> PairPlan:
+    async def for_route(self, route: Route, deadline: Deadline, *, under_way: bool = False) -> PairPlan:
         """What is owed on a route: nothing on a mixed one, where nothing is handed over. Raises what `between` raises."""
         match route:
             case DisaggregatedRoute(prefill=prefill, decode=decode):
-                return await self.between(prefill, decode, deadline)
+                return await self.between(prefill, decode, deadline, under_way=under_way)
             case MixedRoute():
                 return _NOTHING
 
-    async def between(self, prefill: WorkerRef, decode: WorkerRef, deadline: Deadline) -> PairPlan:
-        """The pair's plan.
+    async def between(
+        self, prefill: WorkerRef, decode: WorkerRef, deadline: Deadline, *, under_way: bool = False
+    ) -> PairPlan:
+        """The pair's plan; for a handoff that is `under_way` also while the pair is being unlinked, which waits for it.
 
         Raises INCOMPATIBLE_WORKERS naming the rule, DRAINING, INCARNATION_CHANGED, and what `Calls.ask` raises.
         """
         pair = (prefill, decode)
-        self.verdicts.check(prefill, decode, subjects.link_key(prefill.worker_id, decode.worker_id))
+        if not under_way:
+            self.verdicts.check(prefill, decode, subjects.link_key(prefill.worker_id, decode.worker_id))
         if pair not in self._plans:
             lock = self._locks.setdefault(pair, asyncio.Lock())
             try:

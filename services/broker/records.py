@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 from collections.abc import Callable
 from typing import Final
@@ -22,6 +23,9 @@ _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 0.5
 _MAX_ENDED: Final = 1024
 """How many ended handoffs are told again at most: far more than can end while a broker goes down."""
+
+_READERS: Final = 32
+"""How many records are read at once: each costs a round trip."""
 
 Outcome = RecordStored | RecordConflict | RecordUnwritten
 
@@ -89,24 +93,45 @@ class Records:
 
         What is no record is left where it is, and told to `unreadable` with its key.
         """
-        bucket = self._opened()
         found: list[tuple[HandoffRecord, int]] = []
         ended: list[tuple[HandoffRecord, int]] = []
-        for key in await bucket.keys():
-            entry = await bucket.get(key)
-            if entry is None:
-                continue
-            try:
-                record = _checked(key, decode(entry.value, HandoffRecord))
-            except CodecError as error:
-                unreadable(key, error)
-                continue
-            if not record.state.terminal:
-                found.append((record, entry.revision))
-            elif _ended_here(record) and seconds_left(record.deadline_at, self._clock.wall_time()) > 0:
-                ended.append((record, entry.revision))
+        keys = iter(await self._opened().keys())
+
+        failures: list[BusError] = []
+
+        async def read() -> None:
+            for key in keys:  # shared: each reader takes the next one
+                try:
+                    kept = await self.find(key)
+                except CodecError as error:
+                    unreadable(key, error)
+                    continue
+                except BusError as error:
+                    failures.append(error)
+                    return
+                if kept is None:
+                    continue
+                record = kept[0]
+                if not record.state.terminal:
+                    found.append(kept)
+                elif _ended_here(record) and seconds_left(record.deadline_at, self._clock.wall_time()) > 0:
+                    ended.append(kept)
+
+        async with asyncio.TaskGroup() as readers:
+            for number in range(_READERS):
+                readers.create_task(read(), name=f"record-reader-{number}")
+        if failures:
+            raise failures[0]
+        found.sort(key=lambda each: each[1])
         ended.sort(key=lambda each: each[1])
         return found + ended[-_MAX_ENDED:]
+
+    async def find(self, handoff_id: str) -> tuple[HandoffRecord, int] | None:
+        """One record and its revision; None for a key that is not there. Raises `CodecError` and `BusError`."""
+        entry = await self._opened().get(handoff_id)
+        if entry is None:
+            return None
+        return _checked(handoff_id, decode(entry.value, HandoffRecord)), entry.revision
 
     def _opened(self) -> Bucket:
         if self._bucket is None:

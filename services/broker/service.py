@@ -15,6 +15,7 @@ from common.runtime.tasks import BoundedTasks
 from common.runtime.trace import current_trace, next_hop, within
 from contracts.errors import CodecError, ErrorCode, ErrorInfo, PdmeshError
 from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
+from contracts.pull import PullEnded
 from contracts.requests import (
     Accepted,
     CancelRequest,
@@ -22,6 +23,7 @@ from contracts.requests import (
     TokenFrame,
     WorkerRef,
 )
+from contracts.show import HandoffView
 from contracts.trace import TRACEPARENT, TraceContext, read_trace
 from services.broker.calls import Calls
 from services.broker.core import messages
@@ -35,6 +37,7 @@ from services.broker.core.events import (
     Event,
     PartsReported,
     PrefillEnded,
+    PullOver,
     RouterGone,
     Submitted,
     WorkerEnded,
@@ -43,8 +46,10 @@ from services.broker.core.events import (
 from services.broker.core.handoff import Handoff, Policy, refusal, same_identity
 from services.broker.core.step import adopt, begin, step
 from services.broker.core.submission import check_submit
+from services.broker.core.view import view, view_of_record
 from services.broker.live import Live, LiveHandoffs
 from services.broker.observer import Observer
+from services.broker.orphans import Orphans
 from services.broker.performer import Job, Performer
 from services.broker.plans import PairPlan, Plans
 from services.broker.presence import Presence
@@ -97,12 +102,25 @@ class Broker:
             limit=settings.max_in_flight * _TASKS_A_HANDOFF,
             on_error=self._effect_failed,
         )
+        self.orphans = Orphans(
+            calls,
+            records,
+            clock,
+            log,
+            metrics=metrics,
+            group=group,
+            fence=fence,
+            tombstone_margin_ms=settings.tombstone_margin_ms,
+            is_known=lambda handoff_id: self._handoffs.get(handoff_id) is not None,
+        )
+        """Takes back what workers hold for nobody: who watches `PD_WORKERS` feeds this."""
         self._performer = Performer(
             bus,
             clock,
             log,
             calls=calls,
             records=records,
+            plans=plans,
             release_timeout_s=settings.release_timeout_s,
             is_gone=self.workers.is_gone,
         )
@@ -155,6 +173,10 @@ class Broker:
             raise PdmeshError("the broker is draining", code=ErrorCode.DRAINING)
         if self.num_in_flight >= self._settings.max_in_flight:
             raise PdmeshError(f"{self.num_in_flight} handoffs are in flight", code=ErrorCode.OVERLOADED)
+        latest = self._handoffs.latest(submit.request_id)
+        if latest is not None and latest.handoff.record.attempt > submit.attempt:
+            text = f"{submit.handoff_id} comes late: {latest.handoff.handoff_id} is known"
+            raise PdmeshError(text, code=ErrorCode.CANCELLED)
         check_submit(submit, self.workers.is_replaced)
 
     def _begin(self, submit: SubmitRequest, plan: PairPlan, deadline: Deadline) -> Live:
@@ -190,10 +212,23 @@ class Broker:
         handoff = self._known(handoff_id).handoff
         return messages.final_frame(handoff) if handoff.terminal else None
 
+    async def show(self, handoff_id: str) -> HandoffView:
+        """All that is known of a handoff, or what its record says. Raises `RefusedError` for an unknown one, and `BusError`."""
+        live = self._handoffs.get(handoff_id)
+        if live is not None:
+            return view(live.handoff)
+        kept = await self._records.find(handoff_id)
+        if kept is None:
+            raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} is not known here")
+        return view_of_record(kept[0])
+
     # What workers tell.
 
-    async def take(self, message: PrefillFinished | TakenOver | RequestEnded) -> Accepted:
-        """Take a worker's report over. Raises `RefusedError` for an unknown handoff, or for one of another start."""
+    async def take(self, message: PrefillFinished | PullEnded | TakenOver | RequestEnded) -> Accepted:
+        """Take a worker's report over. Raises `RefusedError` for an unknown handoff, or for one of another start.
+
+        A takeover and an end are accepted once the record says so: no worker tells another broker of them again.
+        """
         live = self._known(message.handoff_id)
         error = refusal(live.handoff, message)
         if error is not None:
@@ -202,10 +237,14 @@ class Broker:
         match message:
             case PrefillFinished():
                 live.tell(PrefillEnded(at_ns=now_ns, message=message))
+            case PullEnded():
+                live.tell(PullOver(at_ns=now_ns, message=message))
             case TakenOver():
                 live.tell(DecodeTookOver(at_ns=now_ns, message=message))
+                await live.wait_written()
             case RequestEnded():
                 live.tell(WorkerEnded(at_ns=now_ns, message=message))
+                await live.wait_written()
         return Accepted(handoff_id=message.handoff_id)
 
     def parts_reported(self, report: PartsReport) -> None:
@@ -271,6 +310,7 @@ class Broker:
         live.handoff, effects = step(before, event)
         self._observer.moved(before, live.handoff)
         self._perform(live, effects)
+        live.stepped()
 
     def _keep(
         self, handoff: Handoff, effects: tuple[Effect, ...], deadline: Deadline, trace: TraceContext | None
@@ -279,9 +319,18 @@ class Broker:
         self._observer.moved(None, handoff)
         if handoff.submit_answered:
             live.admission.set_result(None)
+        before = self._handoffs.latest(handoff.record.request_id)
         self._handoffs.add(live)
         self._perform(live, effects)
+        if before is not None:
+            self._supersede(before, live)
         return live
+
+    def _supersede(self, one: Live, other: Live) -> None:
+        """Of two attempts of a request the later one goes on: the router has given the other one up."""
+        earlier, later = sorted((one, other), key=lambda live: live.handoff.record.attempt)
+        reason = f"{later.handoff.handoff_id} has taken its place"
+        earlier.tell(CancelRequested(at_ns=self._clock.monotonic_ns(), reason=reason))
 
     def _perform(self, live: Live, effects: tuple[Effect, ...]) -> None:
         """Do what a step wants, in the handoff's own trace, whosever message made the step."""

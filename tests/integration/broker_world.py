@@ -27,11 +27,14 @@ from contracts.events import HandoffEvent
 from contracts.handoff import (
     CommitHandoff,
     Grant,
+    HandoffList,
     HandoffRecord,
+    ListHandoffs,
     PartDone,
     PartsAnswer,
     PartsReport,
     PrefillFinished,
+    PullHandoff,
     QueryParts,
     Released,
     ReleaseHandoff,
@@ -43,6 +46,7 @@ from contracts.handoff import (
     TakenOver,
 )
 from contracts.manifest import RankManifest, Role
+from contracts.pull import PullEnded, RoleMerge, ShardPull, ShardState, Transfer
 from contracts.requests import (
     Accepted,
     CancelRequest,
@@ -76,6 +80,7 @@ SAMPLING = SamplingParams(max_tokens=12, seed=9)
 PREFILL = WorkerRef(worker_id="prefill-0", incarnation="ip")
 DECODE = WorkerRef(worker_id="decode-0", incarnation="id")
 MIXED = WorkerRef(worker_id="mixed-0", incarnation="im")
+SOURCE = Grant(worker_id="prefill-0", incarnation="ip", generation=3, block_ids=(5, 6, 7), slot=1, secret="ab" * 16)
 GRANT = Grant(worker_id="decode-0", incarnation="id", generation=7, block_ids=(1, 2, 3, 4), slot=2)
 
 _KINDS: dict[str, type[msgspec.Struct]] = {
@@ -84,6 +89,8 @@ _KINDS: dict[str, type[msgspec.Struct]] = {
     WorkerVerb.RELEASE: ReleaseHandoff,
     WorkerVerb.DESCRIBE: DescribeWorker,
     WorkerVerb.PARTS: QueryParts,
+    WorkerVerb.HANDOFFS: ListHandoffs,
+    WorkerVerb.PULL: PullHandoff,
 }
 
 Script = Callable[[Any], msgspec.Struct | None]
@@ -106,6 +113,7 @@ class ScriptedWorker:
                 handoff_id=message.handoff_id, response_rpc_ms=0.75 if role is WorkerRole.PREFILL else None
             ),
             WorkerVerb.DESCRIBE: self._describe,
+            WorkerVerb.HANDOFFS: lambda _message: HandoffList(incarnation=ref.incarnation, handoff_ids=()),
             WorkerVerb.PARTS: lambda message: PartsAnswer(handoff_id=message.handoff_id, reports=()),
         }
 
@@ -196,6 +204,7 @@ class World:
         self.clock = clock
         self.group = group
         self.frames: asyncio.Queue[TokenFrame] = asyncio.Queue()
+        self.pulled: tuple[Role, ...] = ()
         self.hints: list[CancelWork] = []
         self.metrics = Metrics()
         self._tasks: list[asyncio.Task[None]] = []
@@ -298,13 +307,21 @@ class World:
 
     # What workers report.
 
-    def reports(self, revision: int = 1) -> tuple[PartsReport, ...]:
-        """The complete reports of both source ranks."""
+    def pulls(self, *roles: Role) -> None:
+        """Let decode pull these roles, and prefill allow it."""
+        self.pulled = roles
+        self.decode.scripts[WorkerVerb.RESERVE] = lambda message: Reserved(
+            handoff_id=message.handoff_id, grant=GRANT, num_cached_tokens=0, prepare_ms=1.5, pulled=roles
+        )
+
+    def reports(self, revision: int = 1, transfer: Transfer = Transfer.PUSH) -> tuple[PartsReport, ...]:
+        """The complete reports about both source ranks, of what is moved this way."""
+        pulling = transfer is Transfer.PULL
         planned = plan(self.prefill.manifests, self.decode.manifests).parts
         return tuple(
             PartsReport(
                 handoff_id=HANDOFF,
-                incarnation=PREFILL.incarnation,
+                incarnation=DECODE.incarnation if pulling else PREFILL.incarnation,
                 source_rank=rank,
                 revision=revision,
                 parts=tuple(
@@ -316,10 +333,12 @@ class World:
                         ranges=((0, 1 if part.role in {Role.CONV, Role.SSM} else NUM_PROMPT_TOKENS),),
                     )
                     for part in planned
-                    if part.src_rank == rank
+                    if part.src_rank == rank and (part.role in self.pulled) == pulling
                 ),
                 num_bytes=1000,
                 push_ms=2.0,
+                transfer=transfer,
+                shards=(ShardPull(source_rank=rank, destination_rank=0, state=ShardState.DONE),) if pulling else (),
             )
             for rank in range(2)
         )
@@ -332,8 +351,17 @@ class World:
     async def finish_prefill(self, **changes: Any) -> Accepted | Refused:
         """Say that the prompt is computed."""
         values: dict[str, Any] = {"first_token": 5, "queue_ms": 2.0, "compute_ms": 8.0} | changes
+        if self.pulled:
+            values = {"source": SOURCE} | values
         message = PrefillFinished(handoff_id=HANDOFF, **({"incarnation": PREFILL.incarnation} | values))
         return await self.ask(BrokerVerb.PREFILL_FINISHED, message)
+
+    async def finish_pull(self, lock: int = 1, **changes: Any) -> Accepted | Refused:
+        """Say that nothing is being read any more."""
+        values: dict[str, Any] = {"incarnation": DECODE.incarnation, "wait_ms": 3.0, "total_ms": 4.0}
+        values["merges"] = tuple(RoleMerge(role=role, merge_ms=0.25) for role in self.pulled)
+        message = PullEnded(handoff_id=HANDOFF, lock=lock, **(values | changes))
+        return await self.ask(BrokerVerb.PULL_ENDED, message)
 
     async def take_over(self) -> Accepted | Refused:
         """Say that decode has begun."""

@@ -21,6 +21,7 @@ from contracts.handoff import (
     HandoffRecord,
     HandoffState,
     PromptTimes,
+    PullHandoff,
     Released,
     ReleaseHandoff,
     RunMixed,
@@ -28,6 +29,7 @@ from contracts.handoff import (
 )
 from contracts.manifest import Role
 from contracts.phases import PHASE_FIELDS, Phase, phases_of, phases_of_prompt
+from contracts.pull import Transfer
 from contracts.requests import Accepted, FinishReason
 from contracts.subjects import WorkerVerb
 from contracts.trace import read_trace
@@ -46,6 +48,10 @@ async def committed(world: World, submitted: bool = False) -> None:
     await world.until(lambda: bool(world.prefill.of(RunPrefill)))
     await world.publish_parts()
     assert await world.finish_prefill() == OK
+    if world.pulled:
+        await world.until(lambda: bool(world.decode.of(PullHandoff)))
+        await world.publish_parts(*world.reports(transfer=Transfer.PULL))
+        assert await world.finish_pull() == OK
     await world.until(lambda: bool(world.decode.of(CommitHandoff)))
 
 
@@ -82,6 +88,7 @@ def test_every_phase_is_in_the_events_in_one_line_and_in_a_histogram() -> None:
     """Three ways to the same figures: each phase is told once, and none of them outlasts the whole."""
 
     async def scenario(world: World, _server: MemoryServer) -> None:
+        world.pulls(Role.CONV, Role.SSM)
         with capture_logs() as lines:
             await committed(world)
             await world.take_over()
@@ -101,7 +108,7 @@ def test_every_phase_is_in_the_events_in_one_line_and_in_a_histogram() -> None:
         sums = samples(world, "pdmesh_handoff_phase_seconds_sum")
         assert sums == pytest.approx({place: value / 1e3 for place, value in told.items()})
         assert (line["state"], line["finish_reason"], line["num_tokens"]) == ("finished", "length", 12)
-        assert (line["bytes"], line["num_parts"]) == (2000, samples(world, "pdmesh_broker_parts_total")[()])
+        assert (line["bytes"], line["num_parts"]) == (4000, samples(world, "pdmesh_broker_parts_total")[()])
         assert line["duration_ms"] == told[Phase.TOTAL, ""]
         assert told[Phase.RESPONSE_RPC, ""] == 0.75
 
@@ -222,6 +229,7 @@ def test_one_trace_goes_through_messages_events_and_the_record() -> None:
             each for each in tap._waiting if each.subject.startswith("pd.v1.rpc.") and ".broker." not in each.subject
         ]
         verbs = {subjects.verb_of(each.subject): each.headers.get("traceparent") for each in asked}
+        assert verbs.pop("handoffs") is None  # a question of the broker's own
         assert verbs.keys() >= {"describe", "reserve", "run", "commit", "release"}
         assert set(verbs.values()) == {record.traceparent}
 

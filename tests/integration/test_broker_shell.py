@@ -532,23 +532,6 @@ def test_a_new_broker_goes_on_with_what_was_committed() -> None:
     in_world(scenario)
 
 
-def test_a_new_broker_fails_what_was_not_committed() -> None:
-    """What only the old broker's memory knew cannot go on: everybody is released and the router may try again."""
-
-    async def scenario(world: World, _server: MemoryServer) -> None:
-        await prefilling(world)
-        await world.stop_broker()
-        await world.start_broker()
-        frame = await world.frames.get()
-        assert frame.error is not None
-        assert frame.error.rule.retryable
-        await forgotten(world)
-        assert_released(world)
-        assert (await world.record()).state is HandoffState.FAILED
-
-    in_world(scenario)
-
-
 def test_ended_handoffs_are_forgotten_in_time() -> None:
     """After their time they are unknown, but their key still refuses another request and accepts the same."""
 

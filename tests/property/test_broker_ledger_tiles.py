@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.handoff import PartDone, PartsReport
 from contracts.manifest import Namespace, PlannedPart, Role
-from services.broker.core.ledger import Ledger
+from contracts.pull import Transfer
+from services.broker.core.ledger import Ledger, LedgerError, Source
 
 
 @st.composite
@@ -34,6 +37,7 @@ def ledgers(draw: st.DrawFn) -> Ledger:
         num_cached_tokens=draw(st.integers(0, num_prompt_tokens)),
         num_prompt_tokens=num_prompt_tokens,
         block_size=draw(st.sampled_from((1, 4, 16))),
+        pulled=draw(st.sets(st.sampled_from(tuple(Role)))),
     )
 
 
@@ -55,8 +59,23 @@ def test_closes_with_the_last_piece_and_not_before(ledger: Ledger, data: st.Data
         if index % step and index < len(order):
             continue
         for source in sorted(ledger.sources):
-            ledger = ledger.take(_report(source, index, done))
+            ledger = ledger.take(_report(ledger, source, index, done))
     assert ledger.closed
+    assert all(one.num_done == one.num_parts for one in ledger.progress)
+
+
+@given(ledger=ledgers(), data=st.data())
+def test_no_part_moves_both_ways(ledger: Ledger, data: st.DataObject) -> None:
+    """Every part has one source, by its role; the same part reported by the other way is refused, and closes nothing."""
+    part = data.draw(st.sampled_from(ledger.planned))
+    transfer, rank = ledger.source_of(part)
+    assert transfer is (Transfer.PULL if part.role in ledger.pulled else Transfer.PUSH)
+    other = Transfer.PUSH if transfer is Transfer.PULL else Transfer.PULL
+    done = {part: [position for start, end in ledger.owed(part) for position in range(start, end)]}
+    report = _report(ledger, (transfer, rank), 1, done)
+    if report.parts and done[part]:
+        with pytest.raises(LedgerError, match="is not to"):
+            ledger.take(msgspec.structs.replace(report, transfer=other))
 
 
 @given(ledger=ledgers())
@@ -86,7 +105,7 @@ def _member(part: PlannedPart, residue: int) -> PlannedPart:
     )
 
 
-def _report(source: int, revision: int, done: dict[PlannedPart, list[int]]) -> PartsReport:
+def _report(ledger: Ledger, source: Source, revision: int, done: dict[PlannedPart, list[int]]) -> PartsReport:
     parts = tuple(
         PartDone(
             namespace=part.namespace,
@@ -96,14 +115,15 @@ def _report(source: int, revision: int, done: dict[PlannedPart, list[int]]) -> P
             ranges=tuple((position, position + 1) for position in positions),
         )
         for part, positions in done.items()
-        if part.src_rank == source
+        if ledger.source_of(part) == source
     )
     return PartsReport(
         handoff_id="r1-0",
         incarnation="i",
-        source_rank=source,
+        source_rank=source[1],
         revision=revision,
         parts=parts,
         num_bytes=0,
         push_ms=0.0,
+        transfer=source[0],
     )

@@ -8,70 +8,28 @@ import msgspec
 import pytest
 
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.events import EventName
 from contracts.handoff import (
-    CommitHandoff,
     Grant,
-    HandoffRecord,
     HandoffState,
     PartsReport,
     PrefillFinished,
     RequestEnded,
-    Reserved,
     RunPrefill,
     TakenOver,
 )
-from contracts.manifest import Namespace, PlannedPart, Role
-from contracts.requests import DisaggregatedRoute, FinishReason, SamplingParams, SubmitRequest, WorkerRef
+from contracts.requests import FinishReason, WorkerRef
 from contracts.workers import WorkerRole
 from services.broker.core import effects as fx
 from services.broker.core import events as ev
-from services.broker.core.handoff import Handoff, Policy
-from services.broker.core.step import adopt, begin, step
-
-PREFILL = WorkerRef(worker_id="p0", incarnation="ip")
-DECODE = WorkerRef(worker_id="d0", incarnation="id")
-GRANT = Grant(worker_id="d0", incarnation="id", generation=3, block_ids=(0, 1, 2), slot=1)
-POLICY = Policy(fence=4, tombstone_margin_ms=2_000, parts_query_ms=50)
-SECOND = 1_000_000_000
-PART = PlannedPart(namespace=Namespace.TARGET, role=Role.KEY, layer=0, src_rank=0, dst_rank=0)
-
-
-def submitted(*, delivered: int = 0, router_incarnation: str | None = "ir") -> ev.Submitted:
-    """A submit at 1 s, to end by 11 s."""
-    return ev.Submitted(
-        at_ns=SECOND,
-        submit=SubmitRequest(
-            handoff_id="r1-0",
-            request_id="r1",
-            attempt=0,
-            router_id="router-0",
-            route=DisaggregatedRoute(prefill=PREFILL, decode=DECODE),
-            num_prompt_tokens=40,
-            prompt_hash="h",
-            sampling=SamplingParams(max_tokens=8, seed=1),
-            timeout_ms=10_000,
-            num_delivered_tokens=delivered,
-            router_incarnation=router_incarnation,
-        ),
-        deadline_ns=11 * SECOND,
-        deadline_at="2030-01-01T00:00:10+00:00",
-        planned=(PART,),
-        block_size=16,
-    )
-
-
-def reserving(*, delivered: int = 0, router_incarnation: str | None = "ir") -> Handoff:
-    """A handoff whose record is stored, with the reserve under way."""
-    handoff, _ = begin(submitted(delivered=delivered, router_incarnation=router_incarnation), POLICY)
-    handoff, _ = step(handoff, ev.RecordStored(at_ns=SECOND, write=1, revision=1))
-    return handoff
-
-
-def reserved(handoff: Handoff, *, grant: Grant = GRANT, cached: int = 16) -> tuple[Handoff, tuple[fx.Effect, ...]]:
-    """The step in which decode's answer arrives, at 3 s."""
-    answer = Reserved(handoff_id="r1-0", grant=grant, num_cached_tokens=cached, prepare_ms=0.5)
-    return step(handoff, ev.DecodeReserved(at_ns=3 * SECOND, answer=answer, rpc_ms=1.0))
+from services.broker.core.step import begin, step
+from tests.unit.broker_steps import (
+    GRANT,
+    POLICY,
+    SECOND,
+    reserved,
+    reserving,
+    submitted,
+)
 
 
 def test_the_record_comes_before_anybody_is_asked() -> None:
@@ -254,79 +212,3 @@ def test_a_record_that_cannot_be_created_refuses_the_submit() -> None:
     assert [effect for effect in effects if isinstance(effect, fx.AnswerSubmit)] == [fx.AnswerSubmit(error=error)]
     assert not any(isinstance(effect, fx.AskRelease | fx.AnswerRouter) for effect in effects)
     assert handoff.forgotten
-
-
-def record(state: HandoffState) -> HandoffRecord:
-    """What an earlier broker left."""
-    return HandoffRecord(
-        handoff_id="r1-0",
-        request_id="r1",
-        attempt=0,
-        router_id="router-0",
-        route=DisaggregatedRoute(prefill=PREFILL, decode=DECODE),
-        state=state,
-        fence=3,
-        num_prompt_tokens=40,
-        prompt_hash="h",
-        sampling=SamplingParams(max_tokens=8, seed=1),
-        deadline_at="2030-01-01T00:00:10+00:00",
-        grant=GRANT,
-        first_token=9,
-        num_prefill_cached_tokens=24,
-    )
-
-
-def adopted(state: HandoffState) -> tuple[Handoff, tuple[fx.Effect, ...]]:
-    """The first step of a new broker."""
-    event = ev.Adopted(at_ns=SECOND, record=record(state), revision=8, deadline_ns=11 * SECOND)
-    return adopt(event, POLICY)
-
-
-def test_a_committed_record_is_committed_again() -> None:
-    """With the new fence and what the record knows; the record gets the new fence, too."""
-    _, effects = adopted(HandoffState.COMMITTED)
-    (commit,) = [effect.message for effect in effects if isinstance(effect, fx.AskCommit)]
-    assert commit == CommitHandoff(
-        handoff_id="r1-0", incarnation="id", fence=4, first_token=9, num_cached_tokens=24, timeout_ms=10_000
-    )
-    (store,) = [effect for effect in effects if isinstance(effect, fx.StoreRecord)]
-    assert (store.last, store.record.fence) == (8, 4)
-
-
-def test_a_decoding_record_is_waited_for() -> None:
-    """Decode needs no broker to go on: nobody is asked for anything."""
-    handoff, effects = adopted(HandoffState.DECODING)
-    assert [type(effect) for effect in effects] == [fx.StoreRecord]
-    _, effects = step(handoff, ev.DeadlinePassed(at_ns=12 * SECOND))
-    assert sum(isinstance(effect, fx.AskRelease) for effect in effects) == 2
-
-
-@pytest.mark.parametrize("state", [HandoffState.RESERVING, HandoffState.PREFILLING])
-def test_a_record_before_its_commit_fails(state: HandoffState) -> None:
-    """The ledger was in the memory of the broker that is gone: both workers are released, the error is retryable."""
-    handoff, _ = adopted(state)
-    _, effects = step(handoff, ev.RecordStored(at_ns=SECOND, write=1, revision=9))
-    assert sum(isinstance(effect, fx.AskRelease) for effect in effects) == 2
-    (answer,) = [effect for effect in effects if isinstance(effect, fx.AnswerRouter)]
-    assert answer.frame.error is not None
-    assert answer.frame.error.rule.retryable
-    names = [effect.name for effect in effects if isinstance(effect, fx.Publish)]
-    assert names == [EventName.REQUEST_FAILED]
-
-
-@pytest.mark.parametrize("state", [HandoffState.FAILED, HandoffState.CANCELLED, HandoffState.FINISHED])
-def test_an_ended_record_is_told_again_to_all_whom_it_concerns(state: HandoffState) -> None:
-    """The broker that wrote it may have told nobody: memory comes back, the router hears of a failure; people are not told twice."""
-    error = ErrorInfo(code=ErrorCode.WORKER_LOST, message="gone") if state is HandoffState.FAILED else None
-    ended = msgspec.structs.replace(record(state), error=error)
-    event = ev.Adopted(at_ns=SECOND, record=ended, revision=8, deadline_ns=11 * SECOND)
-    handoff, effects = adopt(event, POLICY)
-    releases = [effect for effect in effects if isinstance(effect, fx.AskRelease)]
-    assert {release.role for release in releases} == {WorkerRole.PREFILL, WorkerRole.DECODE}
-    answers = [effect.frame.error for effect in effects if isinstance(effect, fx.AnswerRouter)]
-    assert len(answers) == (0 if state is HandoffState.FINISHED else 1)
-    assert error is None or answers == [error]
-    assert len(effects) == len(releases) + len(answers)
-    for release in releases:
-        handoff, effects = step(handoff, ev.ReleaseSettled(at_ns=SECOND, role=release.role, acknowledged=True))
-    assert fx.Forget() in effects

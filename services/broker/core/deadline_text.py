@@ -10,6 +10,11 @@ def write_deadline(wall_time: float) -> str:
     return dt.datetime.fromtimestamp(wall_time, dt.UTC).isoformat(timespec="milliseconds")
 
 
+def moment_before(deadline_at: str, seconds: float) -> str:
+    """The wall time that lies so many seconds before the deadline."""
+    return write_deadline(dt.datetime.fromisoformat(deadline_at).timestamp() - seconds)
+
+
 def seconds_left(deadline_at: str, wall_time: float) -> float:
     """Seconds from `wall_time` to the deadline; 0 once it has passed. Raises `ValueError` for what is no time."""
     return max(0.0, dt.datetime.fromisoformat(deadline_at).timestamp() - wall_time)

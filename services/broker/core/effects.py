@@ -12,13 +12,14 @@ from contracts.handoff import (
     CommitHandoff,
     HandoffRecord,
     PromptTimes,
+    PullHandoff,
     QueryParts,
     ReleaseHandoff,
     ReserveDecode,
     RunMixed,
     RunPrefill,
 )
-from contracts.requests import CancelWork, TokenFrame, WorkerRef
+from contracts.requests import CancelWork, Route, TokenFrame, WorkerRef
 from contracts.workers import WorkerRole
 
 
@@ -39,6 +40,15 @@ class AnswerSubmit(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None
 
 
+class AskPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Find out what prefill owes decode on this route, for a handoff that another broker began.
+
+    Answered by `PlanFound` or `AskRefused`.
+    """
+
+    route: Route
+
+
 class AskReserve(msgspec.Struct, frozen=True, kw_only=True):
     """Ask decode for memory. Answered by `DecodeReserved` or `AskRefused`."""
 
@@ -52,6 +62,13 @@ class AskRun(msgspec.Struct, frozen=True, kw_only=True):
     role: WorkerRole
     worker: WorkerRef
     message: RunPrefill | RunMixed
+
+
+class AskPull(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask decode to read what it wanted to pull. Answered by `PullAccepted` or `AskRefused`, at its end by `PullOver`."""
+
+    worker: WorkerRef
+    message: PullHandoff
 
 
 class AskCommit(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +87,12 @@ class AskRelease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskParts(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask prefill for all of its reports again. Answered by a `PartsReported` for each, or by nothing."""
+    """Ask a worker for all of its reports again, and for its end of the prefill or of the pull, if there is one.
 
+    Answered by a `PartsReported` for each, then by `PrefillEnded` or `PullOver`; or by `PartsUnanswered`.
+    """
+
+    role: WorkerRole
     worker: WorkerRef
     message: QueryParts
 
@@ -118,8 +139,10 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True):
 Effect: TypeAlias = (
     StoreRecord
     | AnswerSubmit
+    | AskPlan
     | AskReserve
     | AskRun
+    | AskPull
     | AskCommit
     | AskRelease
     | AskParts

@@ -21,15 +21,18 @@ from contracts.handoff import (
     TakenOver,
 )
 from contracts.manifest import PlannedPart
+from contracts.pull import PullEnded
 from contracts.requests import FinishReason, SubmitRequest, WorkerRef
 from contracts.workers import WorkerRole
 
 
 class Ask(StrEnum):
-    """What a worker was asked to do and may refuse."""
+    """What was asked and may be refused: by a worker, or, for a plan, by what both workers are."""
 
+    PLAN = "plan"
     RESERVE = "reserve"
     RUN = "run"
+    PULL = "pull"
     COMMIT = "commit"
 
 
@@ -52,6 +55,14 @@ class Adopted(msgspec.Struct, frozen=True, kw_only=True):
     record: HandoffRecord
     revision: int
     deadline_ns: int
+
+
+class PlanFound(msgspec.Struct, frozen=True, kw_only=True):
+    """What is owed on the route of a handoff that another broker began."""
+
+    at_ns: int
+    planned: tuple[PlannedPart, ...]
+    block_size: int
 
 
 class RecordStored(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +105,13 @@ class RunAccepted(msgspec.Struct, frozen=True, kw_only=True):
     rpc_ms: float
 
 
+class PullAccepted(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode took the pull over."""
+
+    at_ns: int
+    rpc_ms: float
+
+
 class CommitAccepted(msgspec.Struct, frozen=True, kw_only=True):
     """Decode took the commit over."""
 
@@ -110,10 +128,18 @@ class AskRefused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartsReported(msgspec.Struct, frozen=True, kw_only=True):
-    """A source rank tells what it has finished so far."""
+    """A source rank tells what it has pushed so far, or decode what it has pulled from one."""
 
     at_ns: int
     report: PartsReport
+
+
+class PartsUnanswered(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker did not say what it has reported: it does not know the handoff, or could not be reached."""
+
+    at_ns: int
+    role: WorkerRole
+    error: ErrorInfo
 
 
 class PartsOverdue(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +153,13 @@ class PrefillEnded(msgspec.Struct, frozen=True, kw_only=True):
 
     at_ns: int
     message: PrefillFinished
+
+
+class PullOver(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode reads nothing of the source any more: it has everything, or has failed to get it."""
+
+    at_ns: int
+    message: PullEnded
 
 
 class DecodeTookOver(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,16 +221,20 @@ class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Event: TypeAlias = (
-    RecordStored
+    PlanFound
+    | RecordStored
     | RecordConflict
     | RecordUnwritten
     | DecodeReserved
     | RunAccepted
+    | PullAccepted
     | CommitAccepted
     | AskRefused
     | PartsReported
+    | PartsUnanswered
     | PartsOverdue
     | PrefillEnded
+    | PullOver
     | DecodeTookOver
     | WorkerEnded
     | CancelRequested

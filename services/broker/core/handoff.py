@@ -7,6 +7,7 @@ import msgspec
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.handoff import HandoffRecord, HandoffState, PrefillFinished, RequestEnded, TakenOver
 from contracts.manifest import PlannedPart
+from contracts.pull import PullEnded
 from contracts.requests import DisaggregatedRoute, FinishReason, MixedRoute, SubmitRequest, WorkerRef
 from contracts.workers import WorkerRole
 from services.broker.core.ledger import Ledger
@@ -39,7 +40,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     `record` is what it has decided, `stored` what the bucket held at `revision` when last heard of, `writing` the
     compare-and-set under way. COMMITTED and the terminal states enter `record` only after the bucket has taken them (at
     the deadline: whatever the bucket does); the others are written behind. A `verdict` waits for its compare-and-set.
-    `told` are the workers that may hold something, `settled` those that hold nothing any more.
+    `told` are the workers that may hold something, `settled` those that hold nothing any more. An `adopted` one was begun by
+    another broker: what that one was told is asked for again. `num_locks` counts how often the request's lock was taken.
     """
 
     policy: Policy
@@ -55,12 +57,18 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict | None = None
     ledger: Ledger | None = None
     finished: PrefillFinished | None = None
+    adopted: bool = False
+    num_locks: int = 0
+    lock_taken_ns: int = 0
+    pull_accepted: bool = False
+    pull_ended: PullEnded | None = None
     told: frozenset[WorkerRole] = frozenset()
     settled: frozenset[WorkerRole] = frozenset()
     release_asked: frozenset[WorkerRole] = frozenset()
     submit_answered: bool = False
     run_accepted: bool = False
     commit_asked: bool = False
+    digests_awaited: bool = False
     commit_accepted: bool = False
     taken_over: bool = False
     router_answered: bool = False
@@ -103,20 +111,32 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
         return self.ledger is not None and self.ledger.closed
 
     @property
+    def reading(self) -> bool:
+        """Whether decode still has to read cache, or may be reading it."""
+        return bool(self.record.pulled) and self.pull_ended is None
+
+    @property
+    def lacks_digests(self) -> bool:
+        """Whether decode was promised digests that prefill has not brought."""
+        owes = self.ledger is not None and self.ledger.owes
+        return self.record.verify and owes and self.finished is not None and not self.finished.digests
+
+    @property
     def num_missing_parts(self) -> int:
-        """Parts that prefill was asked for and that have not arrived in full; 0 once decode has been given the request."""
+        """Parts that are owed and have not arrived in full; 0 once decode has been given the request."""
         if self.ledger is None or self.record.state is not HandoffState.PREFILLING:
             return 0
         return len(self.ledger.planned) - len(self.ledger.closed_parts)
 
     @property
     def commit_ready(self) -> bool:
-        """Whether decode may be given the request: the prompt is computed, and all of its cache has arrived."""
+        """Whether decode may be given the request: the prompt is computed, all of its cache has arrived, nobody reads it."""
         return (
             self.record.state is HandoffState.PREFILLING
             and self.finished is not None
             and self.finished.first_token is not None
             and self.ledger_closed
+            and not self.reading
         )
 
     def remaining_ms(self, at_ns: int) -> int:
@@ -135,12 +155,12 @@ def _identity(one: HandoffRecord | SubmitRequest) -> tuple[object, ...]:
     return (*ids, one.router_incarnation, one.route, *prompt, one.sampling)
 
 
-def refusal(handoff: Handoff, message: PrefillFinished | TakenOver | RequestEnded) -> ErrorInfo | None:
+def refusal(handoff: Handoff, message: PrefillFinished | PullEnded | TakenOver | RequestEnded) -> ErrorInfo | None:
     """Why a worker's message is not for this handoff, or None. `step` ignores such a message; its sender should hear it."""
     match message:
         case PrefillFinished():
             role = WorkerRole.PREFILL
-        case TakenOver():
+        case PullEnded() | TakenOver():
             role = WorkerRole.DECODE
         case RequestEnded():
             role = handoff.ending_role

@@ -9,8 +9,10 @@ import msgspec
 
 from common.layout.ranges import RangeSet
 from contracts.errors import ErrorCode, PdmeshError
-from contracts.handoff import PartDone, PartsReport
+from contracts.handoff import PartDone, PartsReport, SourceProgress
 from contracts.manifest import Namespace, PlannedPart, Role
+from contracts.pull import ShardPull, Transfer
+from contracts.show import PartView
 
 PartName = tuple[Namespace, Role, int, int]
 """A part of one source rank: namespace, role, layer, destination rank."""
@@ -18,10 +20,13 @@ PartName = tuple[Namespace, Role, int, int]
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of tokens, or of the one unit that a state is."""
 
+Source = tuple[Transfer, int]
+"""Who brings bytes: a source rank that pushes them, or decode, which pulls them from that source rank."""
+
 MAX_SHOWN_GAPS: Final = 4
 
 Debt = tuple[tuple[PartName, Ranges], ...]
-"""What one source rank owes: ascending ranges that do not touch, for each of its parts."""
+"""What one source owes: ascending ranges that do not touch, for each of its parts."""
 
 
 class LedgerError(PdmeshError):
@@ -33,22 +38,30 @@ class LedgerError(PdmeshError):
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of one handoff. Closed once the done ranges of every planned part are exactly the ranges owed.
 
-    `debts` say for each source rank what it owes, part by part; `reports` holds the latest report of each source rank, by
-    rank; `closed_parts` and `closed_sources` are what needs no more.
+    A part whose role is in `pulled` is owed by decode, which reads it from its source rank, every other one by that rank.
+    `debts` say for each source what it owes, part by part; `reports` holds the latest report of each source;
+    `closed_parts` and `closed_sources` are what needs no more.
     """
 
     planned: tuple[PlannedPart, ...]
     num_cached_tokens: int
     num_prompt_tokens: int
     block_size: int
-    debts: tuple[tuple[int, Debt], ...] = ()
+    pulled: frozenset[Role] = frozenset()
+    debts: tuple[tuple[Source, Debt], ...] = ()
     reports: tuple[PartsReport, ...] = ()
-    closed_parts: frozenset[tuple[int, PartName]] = frozenset()
-    closed_sources: frozenset[int] = frozenset()
+    closed_parts: frozenset[tuple[Source, PartName]] = frozenset()
+    closed_sources: frozenset[Source] = frozenset()
 
     @classmethod
     def open(
-        cls, planned: Iterable[PlannedPart], *, num_cached_tokens: int, num_prompt_tokens: int, block_size: int
+        cls,
+        planned: Iterable[PlannedPart],
+        *,
+        num_cached_tokens: int,
+        num_prompt_tokens: int,
+        block_size: int,
+        pulled: Iterable[Role] = (),
     ) -> Ledger:
         """A ledger to which nothing has been reported. Parts and sources that owe nothing are closed from the start."""
         ledger = cls(
@@ -56,11 +69,12 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             num_cached_tokens=num_cached_tokens,
             num_prompt_tokens=num_prompt_tokens,
             block_size=block_size,
+            pulled=frozenset(pulled),
         )
-        debts: dict[int, list[tuple[PartName, Ranges]]] = {}
+        debts: dict[Source, list[tuple[PartName, Ranges]]] = {}
         for part in ledger.planned:
             name = (part.namespace, part.role, part.layer, part.dst_rank)
-            debts.setdefault(part.src_rank, []).append((name, ledger.owed(part)))
+            debts.setdefault(ledger.source_of(part), []).append((name, ledger.owed(part)))
         return msgspec.structs.replace(
             ledger,
             debts=tuple((source, tuple(debt)) for source, debt in sorted(debts.items())),
@@ -71,9 +85,14 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def sources(self) -> frozenset[int]:
-        """Every source rank of the plan."""
+    def sources(self) -> frozenset[Source]:
+        """Every source that the plan names."""
         return frozenset(source for source, _ in self.debts)
+
+    @property
+    def owes(self) -> bool:
+        """Whether anything is to be brought at all."""
+        return any(ranges for _, debt in self.debts for _, ranges in debt)
 
     @property
     def closed(self) -> bool:
@@ -84,6 +103,39 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Bytes that the sources say they have written."""
         return sum(report.num_bytes for report in self.reports)
+
+    @property
+    def shards(self) -> tuple[ShardPull, ...]:
+        """How far the pull of each shard is, as decode said last."""
+        return tuple(shard for report in self.reports for shard in report.shards)
+
+    @property
+    def progress(self) -> tuple[SourceProgress, ...]:
+        """How much of what each source owes has arrived."""
+        progress: list[SourceProgress] = []
+        for (transfer, rank), debt in self.debts:
+            report = self.report_of((transfer, rank))
+            num_done = len(debt)
+            if (transfer, rank) not in self.closed_sources:
+                num_done = sum(((transfer, rank), name) in self.closed_parts for name, _ in debt)
+            progress.append(
+                SourceProgress(
+                    transfer=transfer,
+                    source_rank=rank,
+                    num_parts=len(debt),
+                    num_done=num_done,
+                    num_bytes=0 if report is None else report.num_bytes,
+                )
+            )
+        return tuple(progress)
+
+    def open_by(self, transfer: Transfer) -> bool:
+        """Whether parts that are moved this way have not arrived in full."""
+        return any(source[0] is transfer for source in self.sources - self.closed_sources)
+
+    def source_of(self, part: PlannedPart) -> Source:
+        """Who owes `part`."""
+        return (Transfer.PULL if part.role in self.pulled else Transfer.PUSH), part.src_rank
 
     def owed(self, part: PlannedPart) -> Ranges:
         """The ranges that `part` must bring: tokens of the destination's blocks past the cached ones, or `[0, 1)` of a state.
@@ -109,10 +161,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises `LedgerError` for a report that contradicts the plan, itself, or an earlier one.
         """
-        source = report.source_rank
-        owed = next((dict(debt) for rank, debt in self.debts if rank == source), None)
-        if owed is None:
-            raise LedgerError(f"source_rank: {source} owes nothing; the rule is: one of {sorted(self.sources)}")
+        source = (report.transfer, report.source_rank)
+        owed = self._owed_by(source)
         others = {one.source_dp_rank for one in self.reports} - {report.source_dp_rank}
         if others:
             raise LedgerError(
@@ -124,27 +174,43 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             return self
         known = {} if before is None else _listed(before.parts)
         listed = _listed(report.parts)
-        closed: list[tuple[int, PartName]] = []
+        closed: list[tuple[Source, PartName]] = []
         for name, ranges in listed.items():
             if known.get(name) != ranges:  # the rest of a cumulative report has been looked at before
-                done = _grown(name, ranges, owed.get(name), known.get(name, ()))
-                if done == owed[name]:
+                if name not in owed:
+                    raise LedgerError(self._why_not_owed(source, name))
+                if _grown(name, ranges, owed[name], known.get(name, ())) == owed[name]:
                     closed.append((source, name))
         if not known.keys() <= listed.keys():
-            raise LedgerError(f"source rank {source}: revision {report.revision} takes parts back")
-        kept = tuple(other for other in self.reports if other.source_rank != source)
+            raise LedgerError(f"{_shown_source(source)}: revision {report.revision} takes parts back")
+        kept = tuple(other for other in self.reports if (other.transfer, other.source_rank) != source)
         closed_parts = self.closed_parts.union(closed)
-        complete = all((source, name) in closed_parts for name in owed)
+        complete = bool(owed) and all((source, name) in closed_parts for name in owed)
         return msgspec.structs.replace(
             self,
-            reports=tuple(sorted((*kept, report), key=lambda one: one.source_rank)),
+            reports=tuple(sorted((*kept, report), key=lambda one: (one.transfer, one.source_rank))),
             closed_parts=closed_parts,
             closed_sources=self.closed_sources | {source} if complete else self.closed_sources,
         )
 
-    def report_of(self, source_rank: int) -> PartsReport | None:
-        """The latest report of one source rank."""
-        return next((report for report in self.reports if report.source_rank == source_rank), None)
+    def report_of(self, source: Source) -> PartsReport | None:
+        """The latest report of one source."""
+        return next((report for report in self.reports if (report.transfer, report.source_rank) == source), None)
+
+    def _owed_by(self, source: Source) -> dict[PartName, Ranges]:
+        """What one source owes, by part: nothing, where its rank's parts are all moved the other way."""
+        ranks = {rank for _, rank in self.sources}
+        if source[1] not in ranks:
+            raise LedgerError(f"source_rank: {source[1]} owes nothing; the rule is: one of {sorted(ranks)}")
+        return next((dict(debt) for one, debt in self.debts if one == source), {})
+
+    def _why_not_owed(self, source: Source, name: PartName) -> str:
+        transfer, rank = source
+        if name[1] in self.pulled and transfer is Transfer.PUSH:
+            return f"{_shown(name)} is pulled by decode: source rank {rank} is not to push it"
+        if name[1] not in self.pulled and transfer is Transfer.PULL:
+            return f"{_shown(name)} is pushed by source rank {rank}: decode is not to pull it"
+        return f"{_shown(name)} is no planned part of {_shown_source(source)}"
 
     def missing(self, limit: int) -> tuple[str, ...]:
         """The first `limit` parts that are not there in full, in words, with the ranges that they lack."""
@@ -160,12 +226,33 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
                     gaps = [gap for start, end in owed for gap in done.missing(start, end)]
                     shown = ", ".join(f"[{start}, {end})" for start, end in gaps[:MAX_SHOWN_GAPS])
                     more = " and more" if len(gaps) > MAX_SHOWN_GAPS else ""
-                    found.append(f"{_shown(name)} from source rank {source}: {shown}{more}")
+                    found.append(f"{_shown(name)} from {_shown_source(source)}: {shown}{more}")
         return tuple(found)
 
-    def num_parts(self, source_rank: int) -> int:
-        """How many parts the plan asks of one source rank."""
-        return sum(part.src_rank == source_rank for part in self.planned)
+    def part_views(self) -> tuple[PartView, ...]:
+        """Every part with what is owed and what has arrived: first those that are not complete."""
+        complete: list[PartView] = []
+        incomplete: list[PartView] = []
+        for source, debt in self.debts:
+            report = self.report_of(source)
+            listed = {} if report is None else _listed(report.parts)
+            for name, owed in debt:
+                view = PartView(
+                    namespace=name[0],
+                    role=name[1],
+                    layer=name[2],
+                    destination_rank=name[3],
+                    transfer=source[0],
+                    source_rank=source[1],
+                    owed=owed,
+                    done=RangeSet.of(listed.get(name, ())).ranges,
+                )
+                (complete if (source, name) in self.closed_parts else incomplete).append(view)
+        return (*incomplete, *complete)
+
+    def num_parts(self, source: Source) -> int:
+        """How many parts the plan asks of one source."""
+        return next((len(debt) for one, debt in self.debts if one == source), 0)
 
 
 def _listed(parts: Iterable[PartDone]) -> dict[PartName, Ranges]:
@@ -177,10 +264,8 @@ def _listed(parts: Iterable[PartDone]) -> dict[PartName, Ranges]:
     return listed
 
 
-def _grown(name: PartName, ranges: Ranges, owed: Ranges | None, known: Ranges) -> Ranges:
+def _grown(name: PartName, ranges: Ranges, owed: Ranges, known: Ranges) -> Ranges:
     """The done ranges of one part, with touching ones joined. Raises `LedgerError` when they cannot be."""
-    if owed is None:
-        raise LedgerError(f"{_shown(name)} is no planned part of this source rank")
     reached = 0
     for start, end in sorted(ranges):
         if not reached <= start < end:
@@ -198,3 +283,8 @@ def _grown(name: PartName, ranges: Ranges, owed: Ranges | None, known: Ranges) -
 def _shown(name: PartName) -> str:
     namespace, role, layer, destination = name
     return f"{namespace} {role} of layer {layer} for destination rank {destination}"
+
+
+def _shown_source(source: Source) -> str:
+    transfer, rank = source
+    return f"source rank {rank}" + (", pulled by decode" if transfer is Transfer.PULL else "")

@@ -10,13 +10,16 @@ from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
 from contracts.handoff import (
     CommitHandoff,
+    Grant,
     HandoffRecord,
     HandoffState,
+    PullHandoff,
     ReleaseHandoff,
     ReserveDecode,
     RunMixed,
     RunPrefill,
 )
+from contracts.pull import RequestLock
 from contracts.requests import SubmitRequest, TokenFrame
 from contracts.workers import WorkerRole
 from services.broker.core.effects import Publish
@@ -43,21 +46,33 @@ def first_record(submit: SubmitRequest, *, fence: int, deadline_at: str, tracepa
     )
 
 
+def without_secret(grant: Grant | None) -> Grant | None:
+    """The grant as everybody may read it."""
+    return grant if grant is None or not grant.secret else msgspec.structs.replace(grant, secret="")
+
+
 def for_bucket(record: HandoffRecord) -> HandoffRecord:
-    """What everybody may read of a record: without the secret of its grant.
-
-    Only the broker that reserved sends the grant on: one that adopts the handoff lets it fail while prefill runs.
-    """
-    if record.grant is None or not record.grant.secret:
+    """What everybody may read of a record: without the secrets of its grants. Whoever adopts it asks the workers for them."""
+    grant, source = without_secret(record.grant), without_secret(record.source)
+    if grant is record.grant and source is record.source:
         return record
-    return msgspec.structs.replace(record, grant=msgspec.structs.replace(record.grant, secret=""))
+    return msgspec.structs.replace(record, grant=grant, source=source)
 
 
-def terminal_record(record: HandoffRecord, verdict: Verdict) -> HandoffRecord:
-    """`record` as it ends. What earlier attempts have delivered counts, whoever ends it."""
+def with_progress(handoff: Handoff) -> HandoffRecord:
+    """Its record, with how much of the cache has arrived."""
+    if handoff.ledger is None:
+        return handoff.record
+    return msgspec.structs.replace(handoff.record, progress=handoff.ledger.progress, shards=handoff.ledger.shards)
+
+
+def terminal_record(handoff: Handoff, verdict: Verdict) -> HandoffRecord:
+    """The record as it ends: nobody holds its lock, and what earlier attempts have delivered counts, whoever ends it."""
+    record = with_progress(handoff)
     return msgspec.structs.replace(
         record,
         state=verdict.state,
+        lock=None,
         error=verdict.error,
         finish_reason=verdict.finish_reason,
         num_tokens=max(verdict.num_tokens, record.num_delivered_tokens),
@@ -101,11 +116,29 @@ def run(handoff: Handoff, at_ns: int) -> RunPrefill | RunMixed:
     }
     if record.grant is None:
         return RunMixed(**common)
-    return RunPrefill(**common, grant=record.grant, num_cached_tokens=record.num_cached_tokens)
+    return RunPrefill(
+        **common,
+        grant=record.grant,
+        num_cached_tokens=record.num_cached_tokens,
+        pulled=record.pulled,
+        verify=record.verify,
+    )
+
+
+def pull(handoff: Handoff, source: Grant, lock: RequestLock, at_ns: int) -> PullHandoff:
+    """Let decode read what it wanted to, from what prefill lets it read, under the request's lock."""
+    return PullHandoff(
+        handoff_id=handoff.handoff_id,
+        incarnation=lock.holder.incarnation,
+        fence=handoff.record.fence,
+        lock=lock.number,
+        source=source,
+        timeout_ms=handoff.remaining_ms(at_ns),
+    )
 
 
 def commit(handoff: Handoff, first_token: int, at_ns: int) -> CommitHandoff:
-    """Give the request to decode. Its cached tokens are prefill's: decode knows its own."""
+    """Give the request to decode. Its cached tokens are prefill's: decode knows its own. Digests go where decode verifies."""
     return CommitHandoff(
         handoff_id=handoff.handoff_id,
         incarnation=handoff.workers[WorkerRole.DECODE].incarnation,
@@ -113,6 +146,7 @@ def commit(handoff: Handoff, first_token: int, at_ns: int) -> CommitHandoff:
         first_token=first_token,
         num_cached_tokens=handoff.record.num_prefill_cached_tokens,
         timeout_ms=handoff.remaining_ms(at_ns),
+        digests=handoff.finished.digests if handoff.record.verify and handoff.finished is not None else (),
     )
 
 

@@ -10,19 +10,15 @@ from contracts.handoff import (
     HandoffState,
     PartsReport,
     PrefillFinished,
-    QueryParts,
     RequestEnded,
     Reserved,
     TakenOver,
 )
+from contracts.pull import Transfer
 from contracts.requests import CancelWork, WorkerRef
 from contracts.workers import WorkerRole
-from services.broker.core import messages
-from services.broker.core.effects import (
-    AskParts,
-    CheckParts,
-    HintCancel,
-)
+from services.broker.core import adoption, messages, pulling
+from services.broker.core.effects import CheckParts, HintCancel
 from services.broker.core.events import (
     Ask,
     CancelRequested,
@@ -34,6 +30,7 @@ from services.broker.core.ledger import Ledger, LedgerError
 from services.broker.core.turn import Turn
 
 MAX_QUERY_DOUBLINGS: Final = 5
+_NO_DIGESTS: Final = messages.protocol("digests: a prefill whose cache decode verifies brings some")
 
 
 def reserved(turn: Turn, answer: Reserved, rpc_ms: float) -> None:
@@ -43,7 +40,9 @@ def reserved(turn: Turn, answer: Reserved, rpc_ms: float) -> None:
         turn.release_again(WorkerRole.DECODE)
         return
     worker = handoff.workers.get(WorkerRole.DECODE)
-    if not turn.open or turn.state is not HandoffState.RESERVING or WorkerRole.DECODE not in handoff.told:
+    again = handoff.adopted and turn.state is HandoffState.PREFILLING and handoff.ledger is None
+    expected = turn.state is HandoffState.RESERVING or again
+    if not turn.open or not expected or WorkerRole.DECODE not in handoff.told:
         return
     grant = answer.grant
     if worker is None or (grant.worker_id, grant.incarnation) != (worker.worker_id, worker.incarnation):
@@ -52,11 +51,14 @@ def reserved(turn: Turn, answer: Reserved, rpc_ms: float) -> None:
     if not 0 <= answer.num_cached_tokens <= handoff.record.num_prompt_tokens:
         turn.fail(messages.protocol(f"num_cached_tokens: {answer.num_cached_tokens} is not within the prompt"))
         return
+    if not adoption.keeps_grant(turn, answer):
+        return
     ledger = Ledger.open(
         handoff.planned,
         num_cached_tokens=answer.num_cached_tokens,
         num_prompt_tokens=handoff.record.num_prompt_tokens,
         block_size=handoff.block_size,
+        pulled=answer.pulled,
     )
     turn.publish(
         EventName.DECODE_RESERVED,
@@ -65,8 +67,17 @@ def reserved(turn: Turn, answer: Reserved, rpc_ms: float) -> None:
         num_tokens=answer.num_cached_tokens,
         destination_dp_rank=grant.dp_rank,
     )
-    turn.amend(state=HandoffState.PREFILLING, grant=grant, num_cached_tokens=answer.num_cached_tokens)
+    turn.amend(
+        state=HandoffState.PREFILLING,
+        grant=grant,
+        num_cached_tokens=answer.num_cached_tokens,
+        pulled=answer.pulled,
+        verify=answer.verify,
+    )
     turn.set(ledger=ledger)
+    if turn.handoff.lacks_digests:
+        turn.fail(_NO_DIGESTS)
+        return
     turn.ask_run(WorkerRole.PREFILL)
 
 
@@ -83,14 +94,18 @@ def run_accepted(turn: Turn, rpc_ms: float) -> None:
     turn.publish(EventName.PREFILL_ACCEPTED, rpc_ms=rpc_ms, started_ns=turn.handoff.asked_ns)
     if mixed and turn.open:
         turn.amend(state=HandoffState.DECODING)
+    elif turn.handoff.adopted and turn.open and turn.state is HandoffState.PREFILLING:
+        turn.ask_parts(WorkerRole.PREFILL)  # it may have reported everything before
+        _check_later(turn)
 
 
 def parts_reported(turn: Turn, report: PartsReport) -> None:
-    """A source rank tells what it has done."""
+    """A source rank tells what it has pushed, or decode what it has pulled."""
     handoff = turn.handoff
     if not turn.open or turn.state is not HandoffState.PREFILLING or handoff.ledger is None:
         return
-    if report.incarnation != handoff.workers[WorkerRole.PREFILL].incarnation:
+    reporter = WorkerRole.DECODE if report.transfer is Transfer.PULL else WorkerRole.PREFILL
+    if report.incarnation != handoff.workers[reporter].incarnation:
         return
     try:
         ledger = handoff.ledger.take(report)
@@ -98,13 +113,14 @@ def parts_reported(turn: Turn, report: PartsReport) -> None:
         turn.fail(error.info)
         return
     turn.set(ledger=ledger)
-    rank = report.source_rank
-    if rank in ledger.closed_sources - handoff.ledger.closed_sources:
+    source = (report.transfer, report.source_rank)
+    newly_closed = source in ledger.closed_sources - handoff.ledger.closed_sources
+    if newly_closed and report.transfer is Transfer.PUSH:
         turn.publish(
             EventName.RANK_PUSHED,
             source_dp_rank=report.source_dp_rank,
-            source_rank=rank,
-            num_parts=ledger.num_parts(rank),
+            source_rank=report.source_rank,
+            num_parts=ledger.num_parts(source),
             num_bytes=report.num_bytes,
             duration_ms=report.push_ms,
         )
@@ -119,13 +135,18 @@ def parts_reported(turn: Turn, report: PartsReport) -> None:
 
 
 def check_parts(turn: Turn) -> None:
-    """The prompt is computed but parts are missing: a report may have been lost."""
+    """The prompt is computed but parts, or the end of a pull, are missing: a report may have been lost."""
     handoff = turn.handoff
-    waiting = turn.open and turn.state is HandoffState.PREFILLING and handoff.finished is not None
-    if not waiting or handoff.ledger_closed:
+    if turn.open and handoff.digests_awaited:
+        turn.ask_parts(WorkerRole.PREFILL)
         return
-    query = QueryParts(handoff_id=handoff.handoff_id)
-    turn.effects.append(AskParts(worker=handoff.workers[WorkerRole.PREFILL], message=query))
+    waiting = turn.open and turn.state is HandoffState.PREFILLING and (handoff.finished is not None or handoff.adopted)
+    if not waiting or handoff.commit_ready or handoff.ledger is None:
+        return
+    if handoff.finished is None or handoff.ledger.open_by(Transfer.PUSH):
+        turn.ask_parts(WorkerRole.PREFILL)
+    if handoff.num_locks and (handoff.reading or handoff.ledger.open_by(Transfer.PULL)):
+        turn.ask_parts(WorkerRole.DECODE)
     turn.set(num_queries=min(handoff.num_queries + 1, MAX_QUERY_DOUBLINGS))
     _check_later(turn)
 
@@ -134,6 +155,10 @@ def prefill_ended(turn: Turn, message: PrefillFinished) -> None:
     """The prompt is computed: its first token, or an error."""
     handoff = turn.handoff
     if refusal(handoff, message) or not turn.open or handoff.finished is not None:
+        return
+    if handoff.digests_awaited:
+        turn.set(finished=message)
+        adoption.commit_again(turn)
         return
     if turn.state is not HandoffState.PREFILLING:
         return
@@ -154,7 +179,13 @@ def prefill_ended(turn: Turn, message: PrefillFinished) -> None:
     if message.finish_reason is not None:
         num_tokens = handoff.record.num_delivered_tokens + 1
         turn.judge(Verdict(state=HandoffState.FINISHED, finish_reason=message.finish_reason, num_tokens=num_tokens))
-    elif not handoff.ledger_closed:
+        return
+    if turn.handoff.lacks_digests:
+        turn.fail(_NO_DIGESTS)
+        return
+    if turn.handoff.reading:
+        pulling.begin(turn, message)
+    if not turn.handoff.commit_ready and turn.open:
         _check_later(turn)
 
 
@@ -199,6 +230,10 @@ def refused(turn: Turn, ask: Ask, error: ErrorInfo) -> None:
             outstanding = handoff.ledger is None and WorkerRole.DECODE in handoff.told
             if outstanding:
                 turn.publish(EventName.RESERVE_REFUSED, error=error)
+        case Ask.PLAN:
+            outstanding = handoff.adopted and not handoff.planned and handoff.ledger is None
+        case Ask.PULL:
+            outstanding = handoff.record.lock is not None and not handoff.pull_accepted
         case Ask.RUN:
             computing = {WorkerRole.PREFILL, WorkerRole.MIXED} & handoff.told
             heard = handoff.run_accepted or handoff.finished is not None
@@ -262,7 +297,7 @@ def expire(turn: Turn) -> None:
     turn.fail(ErrorInfo(code=ErrorCode.DEADLINE_EXCEEDED, message=text))
     verdict = turn.handoff.verdict
     if verdict is not None:
-        turn.conclude(messages.terminal_record(turn.handoff.record, verdict))
+        turn.conclude(messages.terminal_record(turn.handoff, verdict))
 
 
 def worker_gone(turn: Turn, worker: WorkerRef) -> None:

@@ -6,25 +6,23 @@
 
 What holds, whatever comes late, twice, out of order, or not at all:
 
-1. Decode is asked to commit at most once, only with a closed ledger and a finished prefill, and only after the bucket took
-   COMMITTED. That compare-and-set is the only change of hands; whoever loses one obeys what it finds.
+1. Decode is asked to commit at most once by a broker, only with a closed ledger, a finished prefill and a free lock, and only
+   after the bucket took COMMITTED. That compare-and-set is the only change of hands; whoever loses one obeys what it finds.
 2. Once the deadline has been told, the handoff is terminal, whatever the bucket does.
 3. Every worker that was told of the request is told to release it, or has said that it did.
 4. The router gets one final answer from here when the handoff fails or is cancelled, none when it finishes.
 5. Nothing is asked of a worker after a release, but to release again.
+6. Decode is asked to pull only while it holds the request's lock, which it gets after prefill has finished, once. The lock is
+   free in every record that is committed or terminal.
+7. A handoff that another broker began goes on by the same rules. What that one had been told is asked for again, and a grant
+   that decode no longer holds fails it.
 """
 
 from __future__ import annotations
 
 from typing import assert_never
 
-import msgspec
-
-from contracts.errors import ErrorCode, ErrorInfo
-from contracts.handoff import (
-    HandoffState,
-)
-from services.broker.core import messages, progress, writes
+from services.broker.core import adoption, messages, progress, pulling, writes
 from services.broker.core.events import (
     Adopted,
     AskRefused,
@@ -36,7 +34,11 @@ from services.broker.core.events import (
     Event,
     PartsOverdue,
     PartsReported,
+    PartsUnanswered,
+    PlanFound,
     PrefillEnded,
+    PullAccepted,
+    PullOver,
     RecordConflict,
     RecordStored,
     RecordUnwritten,
@@ -71,33 +73,8 @@ def begin(event: Submitted, policy: Policy) -> Outcome:
 
 
 def adopt(event: Adopted, policy: Policy) -> Outcome:
-    """A handoff of a broker that is gone: what has been committed goes on, what has not fails, so that the router tries again.
-
-    One that has ended may have done so in the last moment of that broker: it is told again to all whom it concerns, but not
-    to people.
-    """
-    record = msgspec.structs.replace(event.record, fence=policy.fence)
-    handoff = Handoff(
-        policy=policy,
-        record=record,
-        deadline_ns=event.deadline_ns,
-        begun_ns=event.at_ns,
-        stored=event.record,
-        revision=event.revision,
-        submit_answered=True,
-    )
-    turn = Turn(handoff, event.at_ns)
-    turn.set(told=frozenset(handoff.workers))
-    match record.state:
-        case HandoffState.RESERVING | HandoffState.PREFILLING:
-            turn.fail(ErrorInfo(code=ErrorCode.BUS_UNAVAILABLE, message="the broker restarted before the commit"))
-        case HandoffState.COMMITTED:
-            turn.ask_commit()
-        case HandoffState.DECODING:
-            turn.set(run_accepted=True, commit_asked=True, commit_accepted=True, taken_over=True)
-        case _:
-            turn.set(stored=messages.for_bucket(record))
-            turn.part()
+    """A handoff of a broker that is gone: it goes on from its record and from what both workers still know."""
+    turn = adoption.adopted(event, policy)
     pump(turn)
     return turn.outcome
 
@@ -112,6 +89,8 @@ def step(handoff: Handoff, event: Event) -> Outcome:
         return handoff, ()
     turn = Turn(handoff, event.at_ns)
     match event:
+        case PlanFound():
+            adoption.plan_found(turn, event)
         case RecordStored():
             writes.stored(turn, event.write, event.revision)
         case RecordConflict():
@@ -122,16 +101,22 @@ def step(handoff: Handoff, event: Event) -> Outcome:
             progress.reserved(turn, event.answer, event.rpc_ms)
         case RunAccepted():
             progress.run_accepted(turn, event.rpc_ms)
+        case PullAccepted():
+            pulling.accepted(turn)
         case CommitAccepted():
             progress.commit_accepted(turn, event.rpc_ms)
         case AskRefused():
             progress.refused(turn, event.ask, event.error)
         case PartsReported():
             progress.parts_reported(turn, event.report)
+        case PartsUnanswered():
+            adoption.parts_unanswered(turn, event)
         case PartsOverdue():
             progress.check_parts(turn)
         case PrefillEnded():
             progress.prefill_ended(turn, event.message)
+        case PullOver():
+            pulling.ended(turn, event.message)
         case DecodeTookOver():
             progress.decode_took_over(turn, event.message)
         case WorkerEnded():

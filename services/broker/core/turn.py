@@ -12,6 +12,7 @@ from contracts.handoff import (
     HandoffRecord,
     HandoffState,
     PromptTimes,
+    QueryParts,
 )
 from contracts.requests import MixedRoute
 from contracts.workers import WorkerRole
@@ -20,6 +21,7 @@ from services.broker.core.effects import (
     AnswerRouter,
     AnswerSubmit,
     AskCommit,
+    AskParts,
     AskRelease,
     AskReserve,
     AskRun,
@@ -86,15 +88,18 @@ class Turn:
         self.publish(EventName.REQUEST_SUBMITTED, num_tokens=self.handoff.record.num_prompt_tokens)
         if not self.open:
             return
-        workers = self.handoff.workers
-        self.set(asked_ns=self.at_ns)
         if isinstance(self.handoff.record.route, MixedRoute):
             self.ask_run(WorkerRole.MIXED)
             return
         self.tell(WorkerRole.DECODE)
         self.tell(WorkerRole.PREFILL)  # of nothing yet, but it has the prompt from the router
+        self.ask_reserve()
+
+    def ask_reserve(self) -> None:
+        """Ask decode for memory."""
+        self.set(asked_ns=self.at_ns)
         message = messages.reserve(self.handoff, self.at_ns)
-        self.effects.append(AskReserve(worker=workers[WorkerRole.DECODE], message=message))
+        self.effects.append(AskReserve(worker=self.handoff.workers[WorkerRole.DECODE], message=message))
 
     def tell(self, role: WorkerRole) -> None:
         """Note that a worker may hold something from now on."""
@@ -106,6 +111,11 @@ class Turn:
         self.set(asked_ns=self.at_ns)
         message = messages.run(self.handoff, self.at_ns)
         self.effects.append(AskRun(role=role, worker=self.handoff.workers[role], message=message))
+
+    def ask_parts(self, role: WorkerRole) -> None:
+        """Ask a worker what it has reported."""
+        query = QueryParts(handoff_id=self.handoff.handoff_id)
+        self.effects.append(AskParts(role=role, worker=self.handoff.workers[role], message=query))
 
     def ask_commit(self) -> None:
         """Decode may have it: the bucket says so."""
@@ -135,6 +145,7 @@ class Turn:
     def conclude(self, record: HandoffRecord) -> None:
         """Enter a terminal state: memory back everywhere, one last word to whoever waits."""
         owed = self._owed() if record.state is HandoffState.FAILED else {}
+        self.unlock(error=record.error)
         self.set(record=record)
         handoff = self.handoff
         self.part()
@@ -150,6 +161,14 @@ class Turn:
             error=record.error,
             **owed,
         )
+
+    def unlock(self, **fields: Any) -> None:
+        """Nobody moves the request's bytes by pulling any more. Nothing happens where nobody did."""
+        lock = self.handoff.record.lock
+        if lock is None:
+            return
+        self.amend(lock=None)
+        self.publish(EventName.REQUEST_UNLOCKED, lock=lock.number, lock_holder=lock.holder.worker_id, **fields)
 
     def part(self) -> None:
         """Let go of whoever has to do with a handoff that has ended. They may have heard it before: nothing changes then."""

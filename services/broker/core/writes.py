@@ -38,10 +38,10 @@ def pump(turn: Turn) -> None:
 def _wanted(turn: Turn) -> HandoffRecord:
     handoff = turn.handoff
     if handoff.verdict is not None and not handoff.terminal and handoff.stored is not None:
-        return messages.terminal_record(handoff.record, handoff.verdict)
+        return messages.terminal_record(handoff, handoff.verdict)
     if handoff.commit_ready and handoff.verdict is None and handoff.finished is not None:
         return msgspec.structs.replace(
-            handoff.record,
+            messages.with_progress(handoff),
             state=HandoffState.COMMITTED,
             first_token=handoff.finished.first_token,
             num_prefill_cached_tokens=handoff.finished.num_cached_tokens,
@@ -94,7 +94,7 @@ def unwritten(turn: Turn, write: int, error: ErrorInfo) -> None:
     never = turn.handoff.stored is None
     turn.set(stored=record, writing=None)
     if never and not turn.handoff.terminal:
-        turn.conclude(messages.terminal_record(record, Verdict(state=HandoffState.FAILED, error=error)))
+        turn.conclude(messages.terminal_record(turn.handoff, Verdict(state=HandoffState.FAILED, error=error)))
         turn.set(stored=turn.handoff.record)
     elif record.state.terminal and not turn.handoff.terminal:
         turn.conclude(record)

@@ -1,0 +1,100 @@
+"""Adoption: a broker goes on with a handoff that another one, which is gone, has begun.
+
+Everything is asked for again, which for the workers is delivery: decode answers with the grant that it gave, prefill goes on
+computing, and what both had reported comes with their answers to `parts`. Only what a worker no longer knows is lost.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName
+from contracts.handoff import HandoffState, Reserved
+from contracts.requests import MixedRoute
+from contracts.workers import WorkerRole
+from services.broker.core import messages
+from services.broker.core.effects import AskPlan, CheckParts
+from services.broker.core.events import Adopted, PartsUnanswered, PlanFound
+from services.broker.core.handoff import Handoff, Policy
+from services.broker.core.turn import Turn
+
+_KNOWS_NOTHING = frozenset({ErrorCode.UNKNOWN_HANDOFF, ErrorCode.WORKER_LOST})
+
+
+def adopted(event: Adopted, policy: Policy) -> Turn:
+    """The first step. A handoff that has ended is told again to all whom it concerns, but not to people."""
+    record = msgspec.structs.replace(event.record, fence=policy.fence)
+    handoff = Handoff(
+        policy=policy,
+        record=record,
+        deadline_ns=event.deadline_ns,
+        begun_ns=event.at_ns,
+        stored=event.record,
+        revision=event.revision,
+        submit_answered=True,
+        adopted=True,
+        num_locks=0 if record.lock is None else record.lock.number,
+    )
+    turn = Turn(handoff, event.at_ns)
+    turn.set(told=frozenset(handoff.workers))
+    if record.state.terminal:
+        turn.set(stored=messages.for_bucket(record))
+        turn.part()
+        return turn
+    turn.publish(EventName.HANDOFF_ADOPTED)
+    match record.state:
+        case HandoffState.RESERVING | HandoffState.PREFILLING:
+            if isinstance(record.route, MixedRoute):
+                turn.ask_run(WorkerRole.MIXED)
+            else:
+                turn.effects.append(AskPlan(route=record.route))
+        case HandoffState.COMMITTED if record.verify:
+            turn.set(commit_asked=True, digests_awaited=True)  # it may have been asked before
+            turn.ask_parts(WorkerRole.PREFILL)
+        case HandoffState.COMMITTED:
+            turn.ask_commit()
+        case _:
+            turn.set(run_accepted=True, commit_asked=True, commit_accepted=True, taken_over=True)
+    return turn
+
+
+def plan_found(turn: Turn, event: PlanFound) -> None:
+    """What is owed is known: ask decode for its grant."""
+    handoff = turn.handoff
+    waiting = turn.open and handoff.adopted and handoff.ledger is None
+    if waiting and turn.state in {HandoffState.RESERVING, HandoffState.PREFILLING} and not handoff.planned:
+        turn.set(planned=event.planned, block_size=event.block_size)
+        turn.ask_reserve()
+
+
+def keeps_grant(turn: Turn, answer: Reserved) -> bool:
+    """Whether decode still holds what it had granted to this handoff; else the handoff fails, and the router tries again."""
+    record = turn.handoff.record
+    if record.grant is None:
+        return True
+    told = (record.grant, record.num_cached_tokens, record.pulled, record.verify)
+    again = (messages.without_secret(answer.grant), answer.num_cached_tokens, answer.pulled, answer.verify)
+    if told == again:
+        return True
+    text = "another broker went on, and decode no longer held what it had granted"
+    turn.fail(ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=text))
+    return False
+
+
+def parts_unanswered(turn: Turn, event: PartsUnanswered) -> None:
+    """Without digests decode is asked to commit all the same: it may have done so for the broker before."""
+    handoff = turn.handoff
+    if not turn.open or not handoff.digests_awaited or event.role is not WorkerRole.PREFILL:
+        return
+    if event.error.code in _KNOWS_NOTHING:
+        commit_again(turn)
+    else:
+        turn.effects.append(CheckParts(after_ms=handoff.policy.parts_query_ms))
+
+
+def commit_again(turn: Turn) -> None:
+    """Nothing more is to be learnt before the commit of an adopted handoff is sent."""
+    turn.set(digests_awaited=False)
+    if not turn.handoff.taken_over:
+        turn.ask_commit()

@@ -1,0 +1,117 @@
+"""Handoffs that a worker holds though no broker goes on with them: their memory is taken back.
+
+A broker may die between the last message to a worker and the release; its record may be gone, or say that all is over. Each
+start of a worker that is met in a term of leadership is asked once what it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from common.bus.errors import BusError
+from common.runtime.clock import Clock, Deadline
+from common.runtime.lifecycle import Log
+from common.runtime.metrics import Metrics
+from common.runtime.tasks import BoundedTasks
+from contracts import subjects
+from contracts.errors import CodecError, PdmeshError
+from contracts.handoff import HandoffList, ListHandoffs, Released, ReleaseHandoff
+from contracts.requests import Accepted, Refused, WorkerRef
+from contracts.subjects import WorkerVerb
+from contracts.workers import WorkerRole
+from services.broker.calls import Calls
+from services.broker.core.deadline_text import seconds_left
+from services.broker.records import Records
+
+_ASK_S: Final = 30.0
+_MAX_ASKED_AT_ONCE: Final = 256
+_MAX_MET: Final = 4096
+
+
+class Orphans:
+    """Asks workers, and releases what is nobody's. `is_known` says whether this broker goes on with a handoff itself."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        records: Records,
+        clock: Clock,
+        log: Log,
+        *,
+        metrics: Metrics,
+        group: asyncio.TaskGroup,
+        fence: int,
+        tombstone_margin_ms: int,
+        is_known: Callable[[str], bool],
+    ) -> None:
+        self._calls = calls
+        self._records = records
+        self._clock = clock
+        self._log = log
+        self._fence = fence
+        self._tombstone_margin_ms = tombstone_margin_ms
+        self._is_known = is_known
+        self._met: dict[WorkerRef, None] = {}
+        self._tasks = BoundedTasks(group, name="orphans", limit=_MAX_ASKED_AT_ONCE, on_error=self._failed)
+        self._released = metrics.counter(
+            "broker_orphans_released_total", "Handoffs that a worker held and no broker went on with."
+        )
+
+    def met(self, role: WorkerRole, worker: WorkerRef) -> None:
+        """Note a worker's sign of life. The first of each start asks it; whoever finds no room is asked with its next one."""
+        if worker in self._met or not self._tasks.try_start(partial(self._survey, role, worker)):
+            return
+        self._met[worker] = None
+        while len(self._met) > _MAX_MET:
+            del self._met[next(iter(self._met))]
+
+    async def _survey(self, role: WorkerRole, worker: WorkerRef) -> None:
+        subject = subjects.worker_rpc(role, worker.worker_id, WorkerVerb.HANDOFFS)
+        deadline = Deadline.after(self._clock, _ASK_S)
+        try:
+            answer = await self._calls.ask(
+                subject, lambda: ListHandoffs(fence=self._fence), HandoffList | Refused, deadline, patient=True
+            )
+        except PdmeshError as error:  # what it holds ends at its deadline
+            self._log.info("handoffs_not_listed", worker_id=worker.worker_id, error_code=str(error.code))
+            return
+        if isinstance(answer, Refused) or answer.incarnation != worker.incarnation:
+            return  # a newer broker leads, or a newer start will be met
+        for handoff_id in answer.handoff_ids:
+            try:
+                await self._judge(role, worker, handoff_id)
+            except PdmeshError as error:
+                self._log.info(
+                    "orphan_not_released",
+                    handoff_id=handoff_id,
+                    worker_id=worker.worker_id,
+                    error_code=str(error.code),
+                )
+
+    async def _judge(self, role: WorkerRole, worker: WorkerRef, handoff_id: str) -> None:
+        if self._is_known(handoff_id):
+            return
+        try:
+            kept = await self._records.find(handoff_id)
+        except (BusError, CodecError) as error:  # who cannot be judged keeps its memory until its deadline
+            self._log.info("orphan_not_judged", handoff_id=handoff_id, error_code=str(error.code))
+            return
+        if self._is_known(handoff_id) or (kept is not None and not kept[0].state.terminal):
+            return
+        left_ms = 0 if kept is None else round(1e3 * seconds_left(kept[0].deadline_at, self._clock.wall_time()))
+        reason = "no broker knows of it" if kept is None else f"it is {kept[0].state}"
+        message = ReleaseHandoff(handoff_id=handoff_id, reason=reason, tombstone_ms=left_ms + self._tombstone_margin_ms)
+        subject = subjects.worker_rpc(role, worker.worker_id, WorkerVerb.RELEASE)
+        answer = await self._calls.ask(
+            subject, lambda: message, Accepted | Released | Refused, Deadline.after(self._clock, _ASK_S), patient=True
+        )
+        if isinstance(answer, Refused):
+            raise PdmeshError.from_info(answer.error)
+        self._released.inc()
+        self._log.info("orphan_released", handoff_id=handoff_id, worker_id=worker.worker_id, reason=reason)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self._log.error("orphans_failed", task=name, error=repr(error), exc_info=error)
