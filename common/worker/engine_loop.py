@@ -14,7 +14,8 @@ from common.worker.core.blocks import BlockPool, Reservation
 from common.worker.core.scheduler import Produced, Scheduler
 from common.worker.core.sequence import Sequence, SequenceState
 from contracts.errors import ErrorInfo
-from contracts.rank import BindSequence, ExtendSequences, Extension, StepPlan
+from contracts.handoff import PartDigest
+from contracts.rank import BindSequence, ExtendSequences, Extension, PeerSide, StepPlan
 
 _MAX_LOOKS: Final = 4
 """How often quarantined memory is looked after before nobody counts on it any more."""
@@ -106,6 +107,11 @@ class EngineLoop:
         async with self._lock:
             await self._bind(sequence)
 
+    async def digest(self, sequence: Sequence, side: PeerSide, start: int) -> tuple[PartDigest, ...]:
+        """Digest the cache of a prompt from token `start` on: see `Engine.digest`. Raises `EngineError`."""
+        async with self._lock:
+            return await self.engine.digest(sequence.seq, side, start, sequence.num_prompt_tokens)
+
     async def release(self, sequence: Sequence) -> None:
         """Stop a sequence, wherever it is, and take its memory back. Twice is fine.
 
@@ -184,16 +190,12 @@ class EngineLoop:
 
     async def _extend(self, extensions: tuple[Extension, ...]) -> None:
         if extensions:
-            await self.engine.extend(
-                ExtendSequences(generation=self._pool.next_generation(), extensions=extensions)
-            )
+            await self.engine.extend(ExtendSequences(generation=self._pool.next_generation(), extensions=extensions))
 
     @property
     def _num_coming_blocks(self) -> int:
         """Blocks in quarantine that may be expected back soon."""
-        return sum(
-            len(entry.memory.block_ids) for entry in self._quarantined.values() if entry.num_looks < _MAX_LOOKS
-        )
+        return sum(len(entry.memory.block_ids) for entry in self._quarantined.values() if entry.num_looks < _MAX_LOOKS)
 
     def _requeue(self, sequence: Sequence) -> None:
         """Let a preempted sequence be computed again, unless it has been stopped since or cannot be."""

@@ -104,6 +104,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Decode, with transfer=pull: whether the ranks of a prefill worker are read side by side; may be changed while it runs."""
     num_staging_rows: Annotated[int, msgspec.Meta(ge=0, le=MAX_STAGING_ROWS)] = 0
     """Decode, with transfer=pull: requests that may be pulled at once, each with a row of memory of its own; 0: num_slots."""
+    verify_cache: bool = False
+    """Decode: whether every byte of a request's cache is held against what prefill computed, before the first step; it costs a pass over both."""
     failpoints: str = ""
     """Faults to plant on purpose; the grammar is in common/dataplane/failpoints.py."""
     release_timeout_ms: Count = 100

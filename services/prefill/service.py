@@ -14,6 +14,7 @@ import msgspec
 from common.bus.errors import BusError
 from common.bus.port import Bucket
 from common.bus.rpc import Handler, RefusedError
+from common.engine.port import EngineDeadError, EngineError
 from common.runtime.clock import Deadline
 from common.runtime.trace import within
 from common.worker.core.parts import PartProgress, PushedParts
@@ -27,6 +28,7 @@ from contracts.errors import ErrorCode, ErrorInfo
 from contracts.handoff import (
     GRANT_SECRET_BYTES,
     Grant,
+    PartDigest,
     PartsAnswer,
     PrefillFinished,
     QueryParts,
@@ -34,7 +36,7 @@ from contracts.handoff import (
     RunPrefill,
 )
 from contracts.manifest import Role
-from contracts.rank import PushOutcome, PushTarget
+from contracts.rank import PeerSide, PushOutcome, PushTarget
 from contracts.requests import Accepted, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
@@ -129,6 +131,7 @@ class PrefillService(WorkerService):
             parts=PushedParts(sequence.handoff_id, self.incarnation, replica.dp_rank),
             parts_left=owed,
             accepted_ns=sequence.accepted_ns,
+            verify=command.verify,
         )
         replica.scheduler.enqueue(sequence)
         replica.loop.wake()
@@ -177,6 +180,13 @@ class PrefillService(WorkerService):
         def answered(rpc_ms: float) -> None:
             prefill.response_rpc_ms = rpc_ms
 
+        try:
+            digests = await self._digests(sequence, prefill) if reason is None else ()
+        except EngineDeadError:
+            raise
+        except EngineError as error:
+            self._fail(sequence, error.info)
+            return
         prefill.finished = PrefillFinished(
             handoff_id=sequence.handoff_id,
             incarnation=self.incarnation,
@@ -185,11 +195,19 @@ class PrefillService(WorkerService):
             queue_ms=prefill.queue_ms,
             compute_ms=prefill.compute_ms,
             source=self._source(sequence),
+            digests=digests,
         )
         self.report(prefill.finished, deadline, answered=answered)
         if reason is not None:
             end = partial(self.tokens.end, sequence, deadline, token=token, finish_reason=reason)
             await self.reports.start(end)
+
+    async def _digests(self, sequence: Sequence, prefill: Prefill) -> tuple[PartDigest, ...]:
+        """What the whole cache adds up to, where decode wants to verify it."""
+        if sequence.push is None or not prefill.verify:
+            return ()
+        loop = self.replicas.of(sequence).loop
+        return await loop.digest(sequence, PeerSide.SOURCE, sequence.push.num_cached_tokens)
 
     def _source(self, sequence: Sequence) -> Grant | None:
         """The right to read a sequence's cache, where its decode worker pulls some of it."""

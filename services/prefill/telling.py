@@ -30,6 +30,7 @@ class Prefill(msgspec.Struct, kw_only=True):
     parts: PushedParts
     parts_left: dict[int, int]
     accepted_ns: int
+    verify: bool = False
     started_ns: int = 0
     computed_ns: int = 0
     response_rpc_ms: float | None = None

@@ -30,6 +30,7 @@ from contracts.codec import decode, encode
 from contracts.handoff import (
     CommitHandoff,
     Grant,
+    PartDigest,
     PartsReport,
     PrefillFinished,
     PullHandoff,
@@ -270,7 +271,7 @@ class Mesh:
         )
         return await self.ask("decode", "decode-0", WorkerVerb.PULL, msgspec.structs.replace(message, **changes))
 
-    async def commit(self, first_token: int, handoff: str = HANDOFF) -> Any:
+    async def commit(self, first_token: int, handoff: str = HANDOFF, digests: tuple[PartDigest, ...] = ()) -> Any:
         """Commit as the broker does."""
         message = CommitHandoff(
             handoff_id=handoff,
@@ -279,6 +280,7 @@ class Mesh:
             first_token=first_token,
             num_cached_tokens=0,
             timeout_ms=60_000,
+            digests=digests,
         )
         return await self.ask("decode", "decode-0", WorkerVerb.COMMIT, message)
 
