@@ -30,7 +30,8 @@ def run_worker(kind: type[WorkerService], argv: list[str]) -> int:
     """Run a worker of one role to its end; returns the process's exit status."""
     try:
         settings = load_from_arguments(WorkerSettings, role=kind.role, argv=argv).value
-        check_cache_fits(settings, available_memory())
+        rows = settings.staging_rows_of(kind.role)
+        check_cache_fits(settings, available_memory(), num_staging_rows=rows)
     except SettingsError as error:
         print(error.message, file=sys.stderr)
         return EXIT_SETTINGS
@@ -84,7 +85,13 @@ async def _start(
             cache_bytes=sum(rank.num_region_bytes for rank in each.info.ranks),
         )
     bus = await connect_for_life(
-        settings.nats_url, name=settings.worker_id, lifecycle=lifecycle, clock=clock, log=log, metrics=metrics
+        settings.nats_url,
+        name=settings.worker_id,
+        lifecycle=lifecycle,
+        clock=clock,
+        log=log,
+        metrics=metrics,
+        replicas=settings.nats_replicas,
     )
     buses.append(bus)
     await bus.ensure_stream(EVENTS_CONFIG)

@@ -24,15 +24,16 @@ class CacheNeed(msgspec.Struct, frozen=True, kw_only=True):
     """What the caches of all ranks of all replicas take together, whatever the transport: each rank allocates all of its own at once.
 
     `num_bytes` are all, with what a region has beside its data. One more block in `num_blocks` takes `block_bytes`, one more slot in
-    `num_slots` takes `slot_bytes`.
+    `num_slots` takes `slot_bytes`, one more staging row `row_bytes`.
     """
 
     num_bytes: int
     block_bytes: int
     slot_bytes: int
+    row_bytes: int
 
 
-def cache_need(settings: WorkerSettings) -> CacheNeed | None:
+def cache_need(settings: WorkerSettings, *, num_staging_rows: int = 0) -> CacheNeed | None:
     """What a worker of these settings would allocate; None for an engine that allocates nothing.
 
     Raises `InvalidValueError` for a checkpoint that cannot be read or a cut that is not legal.
@@ -46,10 +47,11 @@ def cache_need(settings: WorkerSettings) -> CacheNeed | None:
         num_blocks=settings.num_blocks,
         num_slots=settings.num_slots,
     )
-    num_bytes = block_bytes = slot_bytes = 0
+    num_bytes = block_bytes = slot_bytes = row_bytes = 0
     for rank in range(settings.tp):
-        region = lay_out(shape, Coordinates(tp_rank=rank, tp_size=settings.tp))
+        region = lay_out(shape, Coordinates(tp_rank=rank, tp_size=settings.tp), num_staging_rows)
         num_bytes += data_offset(settings.num_blocks + settings.num_slots) + region.nbytes
+        row_bytes += region.staging.row_stride
         block_bytes += CELL_BYTES
         slot_bytes += CELL_BYTES
         for cache in region.caches.values():
@@ -57,30 +59,35 @@ def cache_need(settings: WorkerSettings) -> CacheNeed | None:
                 block_bytes += cache.entry_bytes
             else:
                 slot_bytes += cache.entry_bytes
+    dp = settings.dp
     return CacheNeed(
-        num_bytes=settings.dp * num_bytes, block_bytes=settings.dp * block_bytes, slot_bytes=settings.dp * slot_bytes
+        num_bytes=dp * num_bytes, block_bytes=dp * block_bytes, slot_bytes=dp * slot_bytes, row_bytes=dp * row_bytes
     )
 
 
-def check_cache_fits(settings: WorkerSettings, memory: HostMemory | None) -> None:
+def check_cache_fits(settings: WorkerSettings, memory: HostMemory | None, *, num_staging_rows: int = 0) -> None:
     """Raise `SettingsError` when the caches are more than `memory` holds: it names the setting that is too large, and by how much.
 
     A checkpoint that cannot be read and an illegal cut are left to the ranks, which check more of them; and so is a machine of
     which nothing is known.
     """
     try:
-        need = cache_need(settings)
+        need = cache_need(settings, num_staging_rows=num_staging_rows)
     except InvalidValueError:
         return
     if need is None or memory is None or need.num_bytes <= memory.num_bytes:
         return
-    all_slots = settings.num_slots * need.slot_bytes
+    # Unless it is said how many there are, a row comes with each slot.
+    rows_alone = num_staging_rows if settings.num_staging_rows else 0
+    slot_bytes = need.slot_bytes + (need.row_bytes if num_staging_rows and not rows_alone else 0)
+    all_slots = settings.num_slots * slot_bytes + rows_alone * need.row_bytes
     if all_slots + need.block_bytes > memory.num_bytes:
-        key, most, others = "num_slots", (memory.num_bytes - need.block_bytes) // need.slot_bytes, "it or dp"
+        left = memory.num_bytes - need.block_bytes - rows_alone * need.row_bytes
+        key, most, others = "num_slots", left // slot_bytes, "num_staging_rows, it or dp" if rows_alone else "it or dp"
     else:
         key, most, others = "num_blocks", (memory.num_bytes - all_slots) // need.block_bytes, "it, num_slots or dp"
     rule = (
-        f"at most about {max(0, most)}: with dp={settings.dp} and tp={settings.tp} the caches of all ranks "
+        f"at most about {max(0, min(most, getattr(settings, key) - 1))}: with dp={settings.dp} and tp={settings.tp} the caches of all ranks "
         f"take {_shown(need.num_bytes)}, and {_shown(memory.num_bytes)} are available ({memory.bound}); the weights come on "
         f"top. Lower {others}, or give this worker more memory"
     )

@@ -17,6 +17,8 @@ from common.worker.cache_need import cache_need, check_cache_fits
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts.dataplane import Transport
 from contracts.manifest import Coordinates, Dtype
+from contracts.pull import Transfer
+from contracts.workers import WorkerRole
 from services.decode.service import DecodeService
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny"
@@ -99,3 +101,32 @@ def test_a_worker_beyond_the_machine_exits_as_for_every_wrong_setting(capsys: py
     spec = f"worker_id=decode-0,model={MODEL},num_blocks=1000000000000"
     assert run_worker(DecodeService, [spec]) == EXIT_SETTINGS
     assert "num_blocks = 1000000000000: at most about" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_staging_rows_of_a_worker_that_pulls_count(rows: int) -> None:
+    """One a slot, or as many as the settings say: to the byte, and what is named as too large would have fitted."""
+    worker = settings(tp=2, transfer=Transfer.PULL, num_staging_rows=rows)
+    num_rows = worker.staging_rows_of(WorkerRole.DECODE)
+    assert num_rows == (rows or 8)
+    need, without = cache_need(worker, num_staging_rows=num_rows), cache_need(worker)
+    assert need is not None
+    assert without is not None
+    assert need.num_bytes - without.num_bytes == num_rows * need.row_bytes > 0
+    check_cache_fits(worker, memory(need.num_bytes), num_staging_rows=num_rows)
+    with pytest.raises(SettingsError) as caught:
+        check_cache_fits(worker, memory(need.num_bytes - 1), num_staging_rows=num_rows)
+    (problem,) = caught.value.problems
+    assert problem.key == "num_blocks"
+    assert _most(problem) == 63
+    small = need.num_bytes - 65 * need.block_bytes
+    with pytest.raises(SettingsError) as caught:
+        check_cache_fits(worker, memory(small), num_staging_rows=num_rows)
+    (problem,) = caught.value.problems
+    assert problem.key == "num_slots"
+    assert _most(problem) == 7
+
+
+def _most(problem: SettingsProblem) -> int:
+    """About how many would fit."""
+    return int(problem.rule.removeprefix("at most about ").split(":")[0])
