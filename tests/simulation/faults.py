@@ -1,0 +1,119 @@
+"""Lets faults happen to a simulated mesh, and pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from tests.simulation.plane import Weather
+from tests.simulation.processes import simulation_loop
+from tests.simulation.schedule import Fault, FaultKind
+from tests.simulation.sim_mesh import Seat, SimulatedMesh
+
+_WEATHER: Final = {
+    FaultKind.SLOW_LINK: Weather.SLOW,
+    FaultKind.BLACK_HOLE: Weather.BLACK_HOLE,
+    FaultKind.RAGGED_LINK: Weather.RAGGED,
+}
+
+
+class FaultPlayer:
+    """Plays the faults of a schedule. `num_playing` are those that have not passed."""
+
+    def __init__(self, mesh: SimulatedMesh) -> None:
+        self._mesh = mesh
+        self.num_playing = 0
+
+    def plan(self, faults: Iterable[Fault]) -> None:
+        """Let each fault happen at its moment, counted from now."""
+        for fault in faults:
+            self.num_playing += 1
+            simulation_loop().call_outside(fault.at_s, lambda fault=fault: self._begin(fault))
+
+    def _begin(self, fault: Fault) -> None:
+        self._mesh.verdicts.saw(f"fault:{fault.kind}")
+        self._mesh.verdicts.say("fault", f"{fault.kind} {fault.whom} for {fault.for_s:.3f} s")
+        ends = self._do(fault)
+
+        def end() -> None:
+            self._mesh.verdicts.say("fault", f"{fault.kind} {fault.whom} is over")
+            ends()
+            self.num_playing -= 1
+
+        simulation_loop().call_outside(fault.for_s, end)
+
+    def _do(self, fault: Fault) -> Callable[[], None]:
+        """Begin with a fault; returns what ends it."""
+        mesh, server = self._mesh, self._mesh.server
+        match fault.kind:
+            case FaultKind.NOISE:
+                return self._noise(fault)
+            case FaultKind.CRASH:
+                mesh.kill(fault.whom, restart_s=fault.for_s)
+                return _nothing
+            case FaultKind.FREEZE:
+                return self._freeze(fault)
+            case FaultKind.RANK:
+                for engine in mesh.seats[fault.whom].engines[:1]:
+                    engine.lose()
+                return _nothing
+            case FaultKind.STEP:
+                for engine in mesh.seats[fault.whom].engines[:1]:
+                    engine.num_failing_steps += 1
+                return _nothing
+            case FaultKind.PARTITION:
+                bus = mesh.seats[fault.whom].bus
+                if bus is None or bus.is_cut:
+                    return _nothing
+                bus.cut(notices=fault.severity < 0.5)
+                return bus.heal
+            case FaultKind.OUTAGE:
+                if not server.is_up:
+                    return _nothing
+                server.go_down()
+                return server.come_back
+            case FaultKind.STANDSTILL:
+                server.freeze()
+                return server.thaw
+            case FaultKind.SLOW_LINK | FaultKind.BLACK_HOLE | FaultKind.RAGGED_LINK:
+                mesh.plane.weather[fault.whom] = _WEATHER[fault.kind]
+                return lambda: mesh.plane.weather.update({fault.whom: Weather.FAIR})
+
+    def _noise(self, fault: Fault) -> Callable[[], None]:
+        noise = self._mesh.noise
+        noise.loss = 0.25 * fault.severity
+        noise.repeat = 0.3 * fault.severity
+        noise.max_delay_s = 0.3 * fault.severity
+        noise.store_loss = 0.1 * fault.severity
+        noise.answer_loss = 0.1 * fault.severity
+        noise.store_delay_s = 0.2 * fault.severity
+
+        def end() -> None:
+            noise.loss = noise.repeat = noise.max_delay_s = 0.0
+            noise.store_loss = noise.answer_loss = noise.store_delay_s = 0.0
+
+        return end
+
+    def _freeze(self, fault: Fault) -> Callable[[], None]:
+        """The process stands still; of a worker in half of the cases its ranks, too."""
+        seat: Seat = self._mesh.seats[fault.whom]
+        process = seat.process
+        if process is None or not process.runs:
+            return _nothing
+        process.is_frozen = True
+        seat.frozen_until = self._mesh.clock.monotonic() + fault.for_s
+        with_ranks = bool(seat.engines) and fault.severity < 0.5
+        if with_ranks:
+            self._mesh.plane.freeze(fault.whom)
+
+        def wake() -> None:
+            if not process.is_dead:
+                simulation_loop().go_on(process)
+            if with_ranks:
+                self._mesh.plane.wake(fault.whom)
+
+        return wake
+
+
+def _nothing() -> None:
+    """The fault is over by itself."""

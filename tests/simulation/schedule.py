@@ -1,0 +1,172 @@
+"""What happens in one simulation: the mesh, what clients ask, and what goes wrong. All of it follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+NUM_REQUESTS: Final = (8, 12)
+NUM_FAULTS: Final = (3, 6)
+BLOCK_SIZE: Final = 4
+_SPAN_S: Final = 6.0
+_DEADLINES_S: Final = (8.0, 12.0, 18.0)
+
+
+class FaultKind(StrEnum):
+    """What goes wrong. Each lasts `for_s`."""
+
+    NOISE = "noise"  # messages are lost, repeated, late and out of order; store calls and their answers, too
+    CRASH = "crash"  # a process is killed, and started again after that time
+    FREEZE = "freeze"  # a process stands still, then wakes up
+    RANK = "rank"  # one rank of a worker dies: its worker ends and is started again
+    STEP = "step"  # a step fails on all ranks alike: once
+    PARTITION = "partition"  # one process is cut off from the bus
+    OUTAGE = "outage"  # the bus is down
+    STANDSTILL = "standstill"  # the bus stands still, and then does all that it was sent
+    SLOW_LINK = "slow_link"  # transfers between workers take a hundred times as long
+    BLACK_HOLE = "black_hole"  # transfers between workers do not arrive; senders give up, some arrive afterwards
+    RAGGED_LINK = "ragged_link"  # transfers arrive twice, half, not at all, or after their sender gave up
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault. `whom` names a process or is empty; `severity` from 0 to 1 is how bad it is."""
+
+    kind: FaultKind
+    whom: str
+    at_s: float
+    for_s: float
+    severity: float
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What one client asks of a router at some moment, and when it leaves, if it does."""
+
+    number: int
+    router: str
+    at_s: float
+    num_prompt_tokens: int
+    max_tokens: int
+    seed: int
+    temperature: float
+    timeout_s: float
+    leaves_after_s: float | None
+
+
+class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker."""
+
+    role: str
+    worker_id: str
+    tp: int
+    dp: int
+    num_blocks: int
+    num_slots: int
+    chunk_tokens: int
+    step_s: float
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole simulation. `revocable` is whether a transfer's memory can be taken back while it is under way."""
+
+    seed: int
+    revocable: bool
+    workers: tuple[WorkerPlan, ...]
+    routers: tuple[str, ...]
+    brokers: tuple[str, ...]
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """Everybody by name."""
+        return (*self.brokers, *self.routers, *(worker.worker_id for worker in self.workers))
+
+
+def make_schedule(seed: int) -> Schedule:
+    """The schedule of a seed, always the same."""
+    rng = random.Random(seed)
+    workers = _workers(rng)
+    routers = ("router-0",) if rng.random() < 0.7 else ("router-0", "router-1")
+    brokers = ("broker-0",) if rng.random() < 0.2 else ("broker-0", "broker-1")
+    return Schedule(
+        seed=seed,
+        revocable=rng.random() < 0.6,
+        workers=workers,
+        routers=routers,
+        brokers=brokers,
+        asks=tuple(_ask(rng, number, routers) for number in range(rng.randint(*NUM_REQUESTS))),
+        faults=_faults(rng, workers, routers, brokers),
+    )
+
+
+def _workers(rng: random.Random) -> tuple[WorkerPlan, ...]:
+    counts = {"prefill": rng.randint(1, 2), "decode": rng.randint(1, 2), "mixed": int(rng.random() < 0.25)}
+    found = []
+    for role, count in counts.items():
+        tp = rng.choice((1, 2, 4))
+        for number in range(count):
+            found.append(
+                WorkerPlan(
+                    role=role,
+                    worker_id=f"{role}-{number}",
+                    tp=tp,
+                    dp=2 if rng.random() < 0.2 else 1,
+                    num_blocks=rng.choice((24, 48, 96)),
+                    num_slots=rng.choice((2, 3, 8)),
+                    chunk_tokens=rng.choice((8, 16, 64)),
+                    step_s=rng.choice((0.004, 0.02, 0.06)),
+                )
+            )
+    return tuple(found)
+
+
+def _ask(rng: random.Random, number: int, routers: tuple[str, ...]) -> Ask:
+    is_tight = rng.random() < 0.15
+    return Ask(
+        number=number,
+        router=rng.choice(routers),
+        at_s=rng.uniform(0.0, _SPAN_S),
+        num_prompt_tokens=rng.randint(1, 40),
+        max_tokens=1 if rng.random() < 0.15 else rng.randint(2, 24),
+        seed=rng.getrandbits(48),
+        temperature=rng.choice((0.0, 1.0)),
+        timeout_s=rng.uniform(0.05, 0.8) if is_tight else rng.choice(_DEADLINES_S),
+        leaves_after_s=rng.uniform(0.0, 1.5) if rng.random() < 0.2 else None,
+    )
+
+
+def _faults(
+    rng: random.Random, workers: tuple[WorkerPlan, ...], routers: tuple[str, ...], brokers: tuple[str, ...]
+) -> tuple[Fault, ...]:
+    everybody = (*brokers, *routers, *(worker.worker_id for worker in workers))
+    found = []
+    for _ in range(rng.randint(*NUM_FAULTS)):
+        kind = rng.choice(tuple(FaultKind))
+        match kind:
+            case FaultKind.CRASH | FaultKind.FREEZE | FaultKind.PARTITION:
+                # The broker that leads is one of many processes, and the one whose faults matter most.
+                whom = brokers[0] if rng.random() < 0.2 else rng.choice(everybody)
+            case FaultKind.RANK | FaultKind.STEP | FaultKind.SLOW_LINK | FaultKind.BLACK_HOLE | FaultKind.RAGGED_LINK:
+                whom = rng.choice(workers).worker_id
+            case FaultKind.NOISE | FaultKind.OUTAGE | FaultKind.STANDSTILL:
+                whom = ""
+        found.append(
+            Fault(
+                kind=kind,
+                whom=whom,
+                at_s=rng.uniform(0.0, _SPAN_S),
+                for_s=_lasts(rng, kind),
+                severity=rng.random(),
+            )
+        )
+    return tuple(sorted(found, key=lambda fault: fault.at_s))
+
+
+def _lasts(rng: random.Random, kind: FaultKind) -> float:
+    """A freeze may be longer than every lease, or as short as a pause of the scheduler."""
+    longest = {FaultKind.FREEZE: 13.0, FaultKind.PARTITION: 9.0, FaultKind.OUTAGE: 6.0, FaultKind.STANDSTILL: 4.0}
+    top = longest.get(kind, 3.0)
+    return rng.uniform(0.02, 0.5) if rng.random() < 0.3 else rng.uniform(0.5, top)

@@ -1,0 +1,167 @@
+"""An engine without a model whose memory is modelled: what it pushes takes time, and what it decodes must really be there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from common.engine.fake import FakeEngine
+from common.engine.port import EngineDeadError, EngineError, StepResult
+from common.runtime.clock import Clock
+from contracts.rank import BindSequence, ExtendSequences, PartPushed, RankProgress, StepPlan
+from contracts.requests import WorkerRef
+from tests.simulation.plane import Phase, Plane, Transfer
+from tests.simulation.schedule import BLOCK_SIZE, WorkerPlan
+
+_MAX_REPORTS: Final = 1 << 16
+
+
+class SimulatedEngine(FakeEngine):
+    """See `common.engine.port.Engine`."""
+
+    def __init__(self, plane: Plane, clock: Clock, plan: WorkerPlan, incarnation: str, dp_rank: int) -> None:
+        super().__init__(
+            clock,
+            worker_id=plan.worker_id,
+            incarnation=incarnation,
+            dp_rank=dp_rank,
+            dp=plan.dp,
+            tp=plan.tp,
+            block_size=BLOCK_SIZE,
+            num_blocks=plan.num_blocks,
+            num_slots=plan.num_slots,
+            step_s=plan.step_s,
+        )
+        self._plane = plane
+        self._ref = WorkerRef(worker_id=plan.worker_id, incarnation=incarnation)
+        self.memory = plane.add(self._ref, dp_rank, BLOCK_SIZE)
+        self._reports: asyncio.Queue[PartPushed] = asyncio.Queue(_MAX_REPORTS)
+        self._begun: set[int] = set()
+        self._lost = asyncio.Event()
+        self.num_failing_steps = 0
+
+    def lose(self) -> None:
+        """A rank dies, and with it the engine."""
+        self._plane.lose(self._ref)
+        self._lost.set()
+
+    async def bind(self, binding: BindSequence) -> None:
+        """See `Engine.bind`."""
+        self._check_alive()
+        await super().bind(binding)
+        problem = self.memory.take(binding)
+        if problem:
+            self._plane.verdicts.broken("I1", problem)
+        if binding.push is not None:
+            ref = WorkerRef(worker_id=binding.push.grant.worker_id, incarnation=binding.push.grant.incarnation)
+            self._plane.plans[binding.handoff_id] = (self._links[ref].plan, binding.push.num_cached_tokens)
+
+    async def extend(self, command: ExtendSequences) -> None:
+        """See `Engine.extend`."""
+        self._check_alive()
+        await super().extend(command)
+        for extension in command.extensions:
+            problem = self.memory.add(extension)
+            if problem:
+                self._plane.verdicts.broken("I1", problem)
+
+    async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
+        """See `Engine.release`. Whoever still writes, here or at a sender, keeps memory from being given back."""
+        self._check_alive()
+        busy = {seq for seq in seqs if self._is_busy(seq)}
+        if busy and timeout_ms:
+            await self._clock.sleep(timeout_ms / 1000)
+            self._check_alive()
+            busy = {seq for seq in seqs if self._is_busy(seq)}
+        free = tuple(seq for seq in seqs if seq not in busy)
+        indeterminate = await super().release(free, generation, timeout_ms)
+        for seq in free:
+            if seq not in indeterminate:
+                self.memory.give_back(seq)
+                self._begun.discard(seq)
+        if busy:
+            self._plane.verdicts.saw("quarantined")
+        return indeterminate | busy
+
+    def _is_busy(self, seq: int) -> bool:
+        """Take a sequence's memory back as far as that goes; say whether somebody is still at work in it."""
+        for transfer in self._plane.of(self._ref, seq):
+            self._plane.drop(transfer)
+        sends = any(each.phase is Phase.LOCKED for each in self._plane.of(self._ref, seq))
+        owner = self.memory.owner(seq)
+        if owner is None:
+            return sends
+        owner.over = True
+        return sends or owner.locks > 0
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """See `Engine.step`. What is decoded for the first time must lie here in full."""
+        self._check_alive()
+        if self.num_failing_steps:
+            self.num_failing_steps -= 1
+            self._plane.verdicts.saw("step_failed")
+            raise EngineError("rank 0: out of memory")
+        for item in plan.items:
+            binding = self._sequences.get(item.seq)
+            if binding is not None and item.seq not in self._begun:
+                self._begun.add(item.seq)
+                if binding.push is None and item.start >= binding.num_prompt_tokens:
+                    self._take_over(binding)
+        result = await super().step(plan)
+        self._check_alive()
+        self._push()
+        return result
+
+    async def next_push(self) -> PartPushed:
+        """See `Engine.next_push`."""
+        return await self._reports.get()
+
+    async def next_progress(self) -> RankProgress:
+        """See `Engine.next_progress`."""
+        await self._lost.wait()
+        raise EngineDeadError("rank 0 has died")
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        self._plane.lose(self._ref)
+        await super().stop()
+
+    def _take_over(self, binding: BindSequence) -> None:
+        plane, handoff_id = self._plane, binding.handoff_id
+        plane.verdicts.saw("takeover")
+        if handoff_id in plane.takeovers:
+            plane.verdicts.broken("I3", f"{handoff_id} was begun by {plane.takeovers[handoff_id]}, and by {self.memory.name}")
+        plane.takeovers[handoff_id] = self.memory.name
+        owner, planned = self.memory.owner(binding.seq), plane.plans.get(handoff_id)
+        if owner is None or planned is None:
+            plane.verdicts.broken("I3", f"{handoff_id} was begun without memory or without a prompt")
+            return
+        missing = self.memory.missing(owner, *planned)
+        if missing:
+            plane.verdicts.broken("I3", f"{handoff_id} was begun without {missing}")
+        owner.started = True
+
+    def _push(self) -> None:
+        """Send what the step has computed: one transfer for each rank and sequence, in the order of the ranks."""
+        groups: dict[tuple[int, int], list[PartPushed]] = {}
+        while not self._pushes.empty():
+            push = self._pushes.get_nowait()
+            groups.setdefault((push.rank, push.seq), []).append(push)
+        for (_, seq), pushes in groups.items():
+            target = self._sequences[seq].push if seq in self._sequences else None
+            if target is None:
+                continue
+            self._plane.send(
+                Transfer(
+                    sender=self._ref,
+                    seq=seq,
+                    handoff_id=pushes[0].handoff_id,
+                    grant=target.grant,
+                    pushes=pushes,
+                    report=self._reports.put_nowait,
+                )
+            )
+
+    def _check_alive(self) -> None:
+        if self._lost.is_set():
+            raise EngineDeadError("rank 0 has died")

@@ -1,0 +1,258 @@
+"""The whole mesh in one process: the real shells, each in a simulated process of its own, and somebody who starts them again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from common.bus.faults import SeededFaults
+from common.engine.port import EngineDeadError
+from common.runtime.clock import Clock
+from common.runtime.lifecycle import ServiceEnded
+from common.runtime.offload import inline
+from common.worker.engines import start_engines
+from common.worker.host import WorkerHost
+from common.worker.service import WorkerParts, WorkerService
+from common.worker.settings import EngineKind, WorkerSettings
+from contracts.errors import PdmeshError
+from contracts.handoff import ReserveDecode, RunMixed, RunPrefill
+from services.broker.app import make_leadership
+from services.broker.leadership import Leadership
+from services.broker.settings import BrokerSettings
+from services.decode.service import DecodeService
+from services.mixed.service import MixedService
+from services.prefill.service import PrefillService
+from tests.simulation.plane import Plane
+from tests.simulation.processes import Process, simulation_loop
+from tests.simulation.schedule import BLOCK_SIZE, Schedule, WorkerPlan
+from tests.simulation.silent_metrics import SilentMetrics
+from tests.simulation.sim_bus import SimulatedBus, SimulatedServer
+from tests.simulation.sim_engine import SimulatedEngine
+from tests.simulation.sim_router import Client, SimulatedRouter, open_router
+from tests.simulation.verdicts import Verdicts
+
+_RESTART_S: Final = 0.5
+_KINDS: Final[dict[str, type[WorkerService]]] = {
+    "prefill": PrefillService,
+    "decode": DecodeService,
+    "mixed": MixedService,
+}
+
+
+@dataclass(eq=False)
+class Seat:
+    """A service by name, and its present start. `engines` are of a worker, `leadership` of a broker, `router` of a router."""
+
+    name: str
+    num_starts: int = 0
+    process: Process | None = None
+    bus: SimulatedBus | None = None
+    service: WorkerService | None = None
+    engines: tuple[SimulatedEngine, ...] = ()
+    leadership: Leadership | None = None
+    router: SimulatedRouter | None = None
+    clients: list[Client] = field(default_factory=list)
+    frozen_until: float = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has a process that has not ended."""
+        return self.process is not None and not self.process.is_dead
+
+
+class SimulatedMesh:
+    """Everybody, and the network between them."""
+
+    def __init__(self, schedule: Schedule, verdicts: Verdicts, clock: Clock, plane: Plane) -> None:
+        self.schedule = schedule
+        self.verdicts = verdicts
+        self.clock = clock
+        self.plane = plane
+        self.noise = SeededFaults(random.Random(schedule.seed + 1))
+        self.server = SimulatedServer(clock, self.noise)
+        self.seats = {name: Seat(name) for name in schedule.processes}
+        self.everybody: list[Process] = []
+        self._rng = random.Random(schedule.seed + 2)
+        self._workers = {worker.worker_id: worker for worker in schedule.workers}
+
+    def start(self, name: str) -> None:
+        """Let a service begin, as another start of it, unless it runs."""
+        seat = self.seats[name]
+        if seat.is_up:
+            return
+        seat.num_starts += 1
+        process = seat.process = Process(name)
+        self.everybody.append(process)
+        bus = seat.bus = self.server.link()
+        self.verdicts.say(name, f"start {seat.num_starts}")
+        process.spawn(self._life(seat, process, self._body(seat, bus)))
+
+    def kill(self, name: str, *, restart_s: float) -> None:
+        """Let a service die at once, and start it again later."""
+        seat = self.seats[name]
+        if seat.process is None or seat.process.is_dead:
+            return
+        self.verdicts.say(name, "killed")
+        seat.process.is_dead = True
+        self._end(seat, restart_s)
+
+    def _end(self, seat: Seat, restart_s: float) -> None:
+        if seat.bus is not None:
+            seat.bus.vanish()
+        for engine in seat.engines:
+            engine.lose()
+        seat.service, seat.engines, seat.leadership, seat.router = None, (), None, None
+        self.plane.frozen.discard(seat.name)
+        for client in seat.clients:
+            client.end("router died")
+        seat.clients.clear()
+        simulation_loop().call_outside(restart_s, lambda: self.start(seat.name))
+
+    async def _life(
+        self, seat: Seat, process: Process, body: Callable[[asyncio.TaskGroup], Awaitable[None]]
+    ) -> None:
+        """One start of a service, until something in it ends it."""
+        how = "ended"
+        try:
+            async with asyncio.TaskGroup() as group:
+                await body(group)
+        except* (ServiceEnded, EngineDeadError) as errors:
+            how = repr(errors.exceptions[0])
+        except* PdmeshError as errors:
+            how = repr(errors.exceptions[0])
+        except* Exception as errors:
+            self.verdicts.broken("no mistakes", f"{seat.name} ended with {errors.exceptions!r}")
+        if seat.process is process and not process.is_dead:
+            process.is_dead = True
+            self.verdicts.saw("exit")
+            self.verdicts.say(seat.name, f"exit: {how}")
+            self._end(seat, _RESTART_S)
+
+    def _body(self, seat: Seat, bus: SimulatedBus) -> Callable[[asyncio.TaskGroup], Awaitable[None]]:
+        worker = self._workers.get(seat.name)
+        if worker is not None:
+            return lambda group: self._run_worker(seat, bus, worker, group)
+        if seat.name in self.schedule.brokers:
+            return lambda group: self._run_broker(seat, bus, group)
+        return lambda group: self._run_router(seat, bus, group)
+
+    async def _run_worker(self, seat: Seat, bus: SimulatedBus, plan: WorkerPlan, group: asyncio.TaskGroup) -> None:
+        settings = WorkerSettings(
+            worker_id=plan.worker_id,
+            model=Path("fake"),
+            engine=EngineKind.FAKE,
+            tp=plan.tp,
+            dp=plan.dp,
+            block_size=BLOCK_SIZE,
+            num_blocks=plan.num_blocks,
+            num_slots=plan.num_slots,
+            prefill_chunk_tokens=plan.chunk_tokens,
+            release_timeout_ms=20,
+            deadline_grace_s=2.0,
+        )
+        incarnation = f"i{seat.num_starts}-{plan.worker_id}"
+        engines = tuple(SimulatedEngine(self.plane, self.clock, plan, incarnation, rank) for rank in range(plan.dp))
+        seat.engines = engines
+        log = self.verdicts.log(seat.name)
+        service = _KINDS[plan.role](
+            WorkerParts(
+                settings=settings,
+                incarnation=incarnation,
+                engines=await start_engines(engines),
+                bus=bus,
+                clock=self.clock,
+                log=log,
+                metrics=SilentMetrics(),
+                group=group,
+                offload=inline,
+                set_log_level=lambda _level: None,
+            )
+        )
+        watch_fences(service, self.verdicts)
+        seat.service = service
+        await WorkerHost(service, bus, group, log).open()
+
+    async def _run_broker(self, seat: Seat, bus: SimulatedBus, group: asyncio.TaskGroup) -> None:
+        del group
+        settings = BrokerSettings(broker_id=seat.name, call_timeout_s=0.5, release_timeout_s=10.0, store_timeout_s=2.0)
+        seat.leadership = make_leadership(
+            settings,
+            bus=bus,
+            clock=self.clock,
+            log=self.verdicts.log(seat.name),
+            metrics=SilentMetrics(),
+            offload=inline,
+        )
+        await seat.leadership.run()
+
+    async def _run_router(self, seat: Seat, bus: SimulatedBus, group: asyncio.TaskGroup) -> None:
+        rng = random.Random(self._rng.getrandbits(64))
+        seat.router = await open_router(seat.name, bus, self.clock, self.verdicts.log(seat.name), group, rng)
+
+    # What is to be seen.
+
+    @property
+    def has_route(self) -> bool:
+        """Whether every router has a way for a request."""
+        routers = [self.seats[name].router for name in self.schedule.routers]
+        return all(router is not None and router.has_route for router in routers)
+
+    def unrest(self) -> str:
+        """Who still holds or does something; "" once everything is as it was in the beginning."""
+        leaders = [seat.leadership.broker for seat in self.seats.values() if seat.leadership is not None]
+        brokers = [broker for broker in leaders if broker is not None]
+        if not brokers:
+            return "no broker leads"
+        for broker in brokers:
+            if broker.num_in_flight:
+                return f"{broker.broker_id} has {broker.num_in_flight} handoffs in flight"
+        if self.plane.transfers:
+            return f"{len(self.plane.transfers)} transfers are under way"
+        for name in self._workers:
+            found = self._unrest_of(self.seats[name])
+            if found:
+                return f"{name}: {found}"
+        return ""
+
+    @staticmethod
+    def _unrest_of(seat: Seat) -> str:
+        service = seat.service
+        if service is None:
+            return "it is not there"
+        load = service.replicas.load
+        if (load.num_free_blocks, load.num_free_slots) != (service.replicas.num_blocks, service.replicas.num_slots):
+            return f"{load.num_free_blocks} blocks and {load.num_free_slots} slots are free"
+        if len(service.table) or len(service.prompts) or len(service.tokens):
+            return f"{len(service.table)} handoffs, {len(service.prompts)} prompts, {len(service.tokens)} streams"
+        owned = sum(engine.memory.num_owned for engine in seat.engines)
+        return f"{owned} sequences own memory of the ranks" if owned else ""
+
+    def check_pools(self) -> None:
+        """Raise nothing, but note a block that has no place, or two."""
+        for name in self._workers:
+            service = self.seats[name].service
+            if service is not None:
+                try:
+                    service.replicas.check_integrity()
+                except AssertionError as error:
+                    self.verdicts.broken("I1", f"{name}: {error}")
+
+
+def watch_fences(service: WorkerService, verdicts: Verdicts) -> None:
+    """Hold every command that a worker takes against the highest fence that it has taken: a deposed broker must not be obeyed."""
+    inner = service.check_command
+    highest = 0
+
+    def check(command: ReserveDecode | RunPrefill | RunMixed) -> None:
+        nonlocal highest
+        inner(command)
+        if command.fence < highest:
+            text = f"{service.settings.worker_id} obeyed fence {command.fence} after {highest} for {command.handoff_id}"
+            verdicts.broken("fences", text)
+        highest = max(highest, command.fence)
+
+    service.check_command = check  # type: ignore[method-assign, assignment]  # a watch around one method of one object

@@ -1,0 +1,145 @@
+"""A router without HTTP: everything between a checked request and its pieces, with clients that check what they get."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from common.bus.port import Bus
+from common.bus.refusals import Refusals
+from common.engine.fake import VOCAB_SIZE, fake_token
+from common.runtime.clock import Clock, Deadline
+from common.runtime.lifecycle import Log
+from common.runtime.tasks import BoundedTasks
+from contracts import ids
+from contracts.errors import PdmeshError
+from contracts.requests import FinishReason, SamplingParams
+from services.router.core.placement import Loads, candidates
+from services.router.core.prompt_frames import pack_ids, prompt_hash
+from services.router.core.retry import RetryPolicy
+from services.router.core.vocabulary import Vocabulary
+from services.router.dispatch import Canceller, Dispatcher, Job
+from services.router.fleet import Fleet
+from services.router.generation import Generator, Progress
+from services.router.interruption import Interruptible
+from services.router.metrics import RouterMetrics
+from services.router.replaying import Replayer
+from services.router.token_inbox import TokenInbox
+from tests.simulation.schedule import Ask
+from tests.simulation.silent_metrics import SilentMetrics
+from tests.simulation.verdicts import Verdicts
+
+MODEL = "fake"
+_VOCABULARY = Vocabulary(vocab={}, added={}, silent=(), vocab_size=VOCAB_SIZE)
+
+
+@dataclass(eq=False)
+class Client:
+    """What one client asked, and what it got. `ended` says how it ended: a finish reason, an error's code, or in words."""
+
+    ask: Ask
+    verdicts: Verdicts
+    token_ids: list[int] = field(default_factory=list)
+    ended: str = ""
+    task: asyncio.Task[None] | None = None
+
+    async def take(self, progress: Progress) -> None:
+        """The sink: tokens are the engine's, each once and in order."""
+        for token in progress.token_ids:
+            position = self.ask.num_prompt_tokens + len(self.token_ids)
+            if token != fake_token(self.ask.seed, position):
+                index = len(self.token_ids)
+                self.verdicts.broken("I4", f"request {self.ask.number}: token {index} is {token}, which it is not")
+            self.token_ids.append(token)
+        if len(self.token_ids) > self.ask.max_tokens:
+            self.verdicts.broken("I4", f"request {self.ask.number}: {len(self.token_ids)} tokens of {self.ask.max_tokens}")
+        if progress.finish_reason is FinishReason.LENGTH and len(self.token_ids) != self.ask.max_tokens:
+            self.verdicts.broken("I4", f"request {self.ask.number} ended with {len(self.token_ids)} tokens")
+        if progress.finish_reason is not None:
+            self.end(str(progress.finish_reason))
+
+    def end(self, how: str) -> None:
+        """It has ended. The first time counts."""
+        if not self.ended:
+            self.ended = how
+            self.verdicts.saw(f"request:{how}")
+            self.verdicts.say("client", f"request {self.ask.number} ended: {how}, {len(self.token_ids)} tokens")
+
+
+class SimulatedRouter:
+    """One start of a router."""
+
+    def __init__(self, generator: Generator, clock: Clock, rng: random.Random) -> None:
+        self._generator = generator
+        self._clock = clock
+        self._rng = rng
+
+    @property
+    def has_route(self) -> bool:
+        """Whether a request could be placed now."""
+        return any(True for _ in candidates(self._generator.fleet.view(), model=MODEL))
+
+    async def serve(self, client: Client) -> None:
+        """Serve one request to its end."""
+        ask = client.ask
+        deadline = Deadline.after(self._clock, ask.timeout_s)
+        scope = Interruptible(deadline)
+        packed = pack_ids(tuple(1 + (ask.number + place) % (VOCAB_SIZE - 1) for place in range(ask.num_prompt_tokens)))
+        job = Job(
+            request_id=ids.request_id(self._rng.randbytes(ids.ENTROPY_BYTES)),
+            packed=packed,
+            digest=prompt_hash(packed),
+            sampling=SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed, temperature=ask.temperature),
+            stops=(),
+        )
+        client.verdicts.say("client", f"request {ask.number} is {job.request_id}")
+        try:
+            async with scope:
+                await self._generator.run(job, deadline, client.take, scope)
+        except PdmeshError as error:
+            client.end(str(error.code))
+        except asyncio.CancelledError:
+            client.end("left")
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
+            client.verdicts.broken("no mistakes", f"request {ask.number}: {error!r}")
+            client.end("crashed")
+
+
+async def open_router(
+    router_id: str, bus: Bus, clock: Clock, log: Log, group: asyncio.TaskGroup, rng: random.Random
+) -> SimulatedRouter:
+    """What `services.router.app.start` puts together, without HTTP. Raises `BusError`."""
+    registry = SilentMetrics()
+    metrics = RouterMetrics(registry)
+    refusals = Refusals(log, clock, registry)
+    fleet = Fleet(bus, clock, refusals)
+    inbox = TokenInbox(bus, refusals, router_id=router_id, max_waiting_frames=1024)
+    workers, links = await fleet.open()
+    group.create_task(fleet.run_workers(workers), name="fleet-workers")
+    group.create_task(fleet.run_links(links), name="fleet-links")
+    group.create_task(inbox.run(await inbox.open()), name="token-inbox")
+    group.create_task(inbox.run_nudges(), name="token-nudges")
+
+    def failed(name: str, error: Exception) -> None:
+        log.error("cancel_failed", task=name, error=repr(error))
+
+    cancels = BoundedTasks(group, name="cancel", limit=4096, on_error=failed)
+    acknowledgements = BoundedTasks(group, name="acknowledge", limit=4096)
+    generator = Generator(
+        model=MODEL,
+        vocabulary=_VOCABULARY,
+        fleet=fleet,
+        inbox=inbox,
+        dispatcher=Dispatcher(bus, router_id=router_id, call_timeout_s=0.5),
+        canceller=Canceller(bus, clock, log, cancels, timeout_s=5.0),
+        replayer=Replayer(bus, metrics, acknowledgements),
+        policy=RetryPolicy(max_attempts=4, first_delay_s=0.05, max_delay_s=1.0),
+        loads=Loads(),
+        metrics=metrics,
+        clock=clock,
+        log=log,
+        rng=rng,
+    )
+    return SimulatedRouter(generator, clock, rng)
