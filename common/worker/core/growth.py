@@ -22,9 +22,7 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
     def first_need(self, num_prompt_tokens: int, max_tokens: int) -> MemoryNeed:
         """What a sequence needs before its first token."""
         num_output_tokens = min(max_tokens, self.reserve_output_tokens or max_tokens)
-        return MemoryNeed(
-            num_tokens=num_prompt_tokens + num_output_tokens, limit_tokens=num_prompt_tokens + max_tokens
-        )
+        return MemoryNeed(num_tokens=num_prompt_tokens + num_output_tokens, limit_tokens=num_prompt_tokens + max_tokens)
 
     def need(self, sequence: Sequence, block_size: int) -> MemoryNeed:
         """What a sequence that waits for memory needs: one to be pushed away room for its prompt alone.

@@ -63,6 +63,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that take part in steps."""
+        return tuple(self._running.values())
+
+    @property
     def num_prompt_tokens_left(self) -> int:
         """Prompt tokens that are still to be computed, also those of the step under way whose sequence has left since.
 

@@ -1,0 +1,94 @@
+"""Sequences that grow in small pools: whatever fits into an empty pool ends, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from common.worker.core.blocks import MemoryNeed
+from common.worker.core.growth import Growth
+from common.worker.core.scheduler import Scheduler
+from common.worker.core.sequence import Sequence
+from contracts.workers import WorkerRole
+from tests.property.small_pools import Case, SmallPool, all_cases, larger_cases
+
+ROLES = (WorkerRole.MIXED, WorkerRole.DECODE)
+CASES = {role: (*all_cases(role), *larger_cases(role)) for role in ROLES}
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: f"{role} {len(CASES[role])} cases")
+def test_every_request_ends_and_the_pool_is_whole_again(role: WorkerRole) -> None:
+    """No deadlock and no livelock, each token once and the right one, no memory shared or lost; with growth and without."""
+    num_preemptions = 0
+    for case in CASES[role]:
+        pool = SmallPool(case)
+        try:
+            pool.run()
+        except AssertionError as error:
+            raise AssertionError(case) from error
+        num_preemptions += pool.num_preemptions
+        assert case.reserve_output_tokens or not pool.num_preemptions, "who has all of its memory never gives way"
+    assert num_preemptions > 100, "the cases must be tight enough"
+
+
+class OldestFirst(Scheduler):
+    """A planted mistake: who has waited longest, and lost most, gives way."""
+
+    def next_victim(self, num_coming_blocks: int) -> Sequence | None:
+        """The oldest."""
+        victim = super().next_victim(num_coming_blocks)
+        return victim if victim is None or victim not in self.running else min(self.running, key=lambda each: each.seq)
+
+
+class NobodyGivesWay(Scheduler):
+    """A planted mistake: all wait for each other."""
+
+    def next_victim(self, num_coming_blocks: int) -> Sequence | None:
+        """Nobody."""
+        del num_coming_blocks
+        return None
+
+
+class Impatient(Scheduler):
+    """A planted mistake: what is on its way back does not count."""
+
+    def next_victim(self, num_coming_blocks: int) -> Sequence | None:
+        """Another one."""
+        del num_coming_blocks
+        return super().next_victim(0)
+
+
+class BackAtOnce(Growth, frozen=True, kw_only=True):
+    """A planted mistake: who was preempted comes back as soon as there is room for what it has."""
+
+    def need(self, sequence: Sequence, block_size: int) -> MemoryNeed:
+        """Nothing more."""
+        need = super().need(sequence, block_size)
+        if not sequence.num_preemptions:
+            return need
+        num_tokens = sequence.num_prompt_tokens + len(sequence.output_ids)
+        return MemoryNeed(num_tokens=num_tokens, limit_tokens=need.limit_tokens)
+
+
+@pytest.mark.parametrize(
+    ("role", "plant", "problem"),
+    [
+        (WorkerRole.MIXED, lambda case: SmallPool(case, scheduler=OldestFirst), "the oldest gave way"),
+        (WorkerRole.DECODE, lambda case: SmallPool(case, scheduler=OldestFirst), "the oldest gave way"),
+        (WorkerRole.MIXED, lambda case: SmallPool(case, scheduler=NobodyGivesWay), "no end after"),
+        (WorkerRole.DECODE, lambda case: SmallPool(case, scheduler=NobodyGivesWay), "no end after"),
+        (WorkerRole.MIXED, lambda case: SmallPool(case, scheduler=Impatient), "on its way back"),
+        (WorkerRole.MIXED, lambda case: SmallPool(case, growth=BackAtOnce), "it was let in for"),
+    ],
+    ids=["oldest-mixed", "oldest-decode", "nobody-mixed", "nobody-decode", "impatient", "back-at-once"],
+)
+def test_a_planted_mistake_is_seen(role: WorkerRole, plant: Callable[[Case], SmallPool], problem: str) -> None:
+    """The same cases go red for each of them."""
+
+    def run_all() -> None:
+        for case in reversed(CASES[role]):
+            plant(case).run()
+
+    with pytest.raises(AssertionError, match=problem):
+        run_all()
