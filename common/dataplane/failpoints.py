@@ -10,10 +10,15 @@ Each is `action:key=value,...`. Actions:
 - swap: the matching block and block `with` of the same tensor arrive in each other's place (KEY and VALUE only).
 - delay: the matching parts leave `ms` milliseconds late.
 - drop: the matching parts are neither sent nor reported.
+- fail: transfers with a matching part fail, before a byte moves.
+- link: transfers over a matching link (`source`, `destination`) take at least `ms` milliseconds, and their bytes go over it one after
+  the other at `mbs` megabytes (10**6 bytes) a second; 0 or no `mbs` is no bound. A model of a slow network, for measurements.
 
 Keys narrow what matches; one that is left out matches everything: `namespace` (target, draft), `role` (key, value, conv, ssm),
 `layer`, `source` and `destination` (tensor-parallel ranks), `block` (the request's block index, counted from 0; needed by swap).
-A failpoint that names a block never matches CONV or SSM, which have none. Only the sender looks at failpoints.
+A failpoint that names a block never matches CONV or SSM, which have none. Only the side that moves the bytes looks at failpoints: the
+prefill worker that pushes, the decode worker that pulls. There a delay holds up the whole shard, and a state is dropped or zeroed
+before it is merged.
 """
 
 from __future__ import annotations
@@ -38,6 +43,8 @@ class Action(enum.StrEnum):
     SWAP = "swap"
     DELAY = "delay"
     DROP = "drop"
+    FAIL = "fail"
+    LINK = "link"
 
 
 _NUMBERS: Final = {
@@ -47,9 +54,21 @@ _NUMBERS: Final = {
     "block": "block",
     "with": "other",
     "ms": "delay_ms",
+    "mbs": "mb_per_s",
 }
-_NEEDED: Final = {Action.ZERO: (), Action.SWAP: ("block", "with"), Action.DELAY: ("ms",), Action.DROP: ()}
-_ONLY_FOR: Final = {"with": Action.SWAP, "ms": Action.DELAY}
+_NEEDED: Final = {
+    Action.ZERO: (),
+    Action.SWAP: ("block", "with"),
+    Action.DELAY: ("ms",),
+    Action.DROP: (),
+    Action.FAIL: (),
+    Action.LINK: ("ms",),
+}
+_ONLY_FOR: Final = {
+    "with": frozenset({Action.SWAP}),
+    "ms": frozenset({Action.DELAY, Action.LINK}),
+    "mbs": frozenset({Action.LINK}),
+}
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +93,7 @@ class Failpoint(msgspec.Struct, frozen=True, kw_only=True):
     block: int | None = None
     other: int | None = None
     delay_ms: int = 0
+    mb_per_s: int = 0
 
     def matches(self, part: Part) -> bool:
         """Whether the part is meant, blocks aside."""
@@ -99,6 +119,22 @@ class Failpoints(msgspec.Struct, frozen=True, kw_only=True):
     def is_dropped(self, part: Part) -> bool:
         """Whether the part is to be neither sent nor reported."""
         return any(True for _ in self._matching(Action.DROP, part))
+
+    def is_failed(self, part: Part) -> bool:
+        """Whether a transfer with the part is to fail."""
+        return any(True for _ in self._matching(Action.FAIL, part))
+
+    def link(self, source: int, destination: int) -> tuple[int, int]:
+        """What a link between two ranks is like: latency in ms, and 10**6 bytes a second (0: no bound). Of several, the slowest."""
+        found = [
+            point
+            for point in self.points
+            if point.action is Action.LINK
+            and point.source in {None, source}
+            and point.destination in {None, destination}
+        ]
+        rates = [point.mb_per_s for point in found if point.mb_per_s]
+        return max((point.delay_ms for point in found), default=0), min(rates, default=0)
 
     def is_zeroed(self, part: Part, block: int | None = None) -> bool:
         """Whether the request's block (None: a state shard) is to arrive as zeros."""
@@ -152,10 +188,12 @@ def _parse_one(item: str) -> Failpoint:
         raise InvalidValueError(field=_FIELD, value=item, rule=f"{point.role} has no blocks")
     if action is Action.SWAP and point.block == point.other:
         raise InvalidValueError(field=_FIELD, value=item, rule="swap needs two different blocks")
-    if action is Action.DELAY and point.block is not None:
-        raise InvalidValueError(field=_FIELD, value=item, rule="delay is for whole parts, without 'block'")
-    if action is Action.DROP and point.block is not None:
-        raise InvalidValueError(field=_FIELD, value=item, rule="drop is for whole parts, without 'block'")
+    if action in {Action.DELAY, Action.DROP, Action.FAIL} and point.block is not None:
+        raise InvalidValueError(field=_FIELD, value=item, rule=f"{action} is for whole parts, without 'block'")
+    if action is Action.LINK and (point.namespace, point.role, point.layer, point.block) != (None,) * 4:
+        raise InvalidValueError(
+            field=_FIELD, value=item, rule="link is for all that goes from 'source' to 'destination'"
+        )
     return point
 
 
@@ -165,8 +203,9 @@ def _parse_value(item: str, action: Action, key: str, value: str) -> str | int:
     if key not in _NUMBERS:
         known = ("namespace", "role", *_NUMBERS)
         raise InvalidValueError(field=_FIELD, value=item, rule=f"keys are {', '.join(known)}, not {key!r}")
-    if _ONLY_FOR.get(key, action) is not action:
-        raise InvalidValueError(field=_FIELD, value=item, rule=f"key {key!r} is for {_ONLY_FOR[key]} alone")
+    if key in _ONLY_FOR and action not in _ONLY_FOR[key]:
+        rule = f"key {key!r} is for {' and '.join(sorted(_ONLY_FOR[key]))} alone"
+        raise InvalidValueError(field=_FIELD, value=item, rule=rule)
     if not (value.isascii() and value.isdigit()):
         raise InvalidValueError(field=_FIELD, value=item, rule=f"{key} is a whole number of 0 or more, not {value!r}")
     return int(value)

@@ -1,4 +1,4 @@
-"""Planted faults in pushes: what a rank's failpoints do to the bytes that it sends. Without failpoints nothing here runs."""
+"""Planted faults in transfers: what a rank's failpoints do to the bytes that it sends or reads. Without any nothing here runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from common.dataplane.failpoints import Failpoints, Part
+from common.dataplane.failpoints import Action, Failpoints, Part
 from common.dataplane.port import DataPlane, Region
 from common.layout.bind import TokenChunk
 from common.layout.run import Run
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 
 class PushFaults:
-    """The failpoints of one rank. Used by its pusher thread alone."""
+    """The failpoints of one rank, true if any of them touches bytes. `from_zeros` is for its pusher thread alone."""
 
     def __init__(self, failpoints: Failpoints, data_plane: DataPlane) -> None:
         self._points: Final = failpoints
         self._data_plane = data_plane
         self._zeros: Region | None = None
+        self._touches_bytes = any(point.action is not Action.LINK for point in failpoints.points)
 
     def __bool__(self) -> bool:
-        return bool(self._points)
+        return self._touches_bytes
 
     def delay_s(self, part: PlannedPart) -> float:
         """How late the part leaves."""
@@ -36,6 +37,14 @@ class PushFaults:
     def is_dropped(self, part: PlannedPart) -> bool:
         """Whether the part is neither sent nor reported."""
         return self._points.is_dropped(_part_of(part))
+
+    def is_failed(self, part: PlannedPart) -> bool:
+        """Whether a transfer with the part fails."""
+        return self._points.is_failed(_part_of(part))
+
+    def is_state_zeroed(self, part: PlannedPart) -> bool:
+        """Whether the part, a state, arrives as zeros."""
+        return self._is_zeroed(part, None)
 
     def writes(self, part: PushPart, dst_slot: int) -> tuple[list[Placed], list[Placed]]:
         """The copies of a part block by block, misplaced as planted: those that are sound, and those that arrive as zeros."""

@@ -64,6 +64,8 @@ def write_parts(  # noqa: PLR0917 - called by the pusher alone
         own: list[Placed] = []
         writes: list[tuple[Sequence[Run], Region]] = []
         if faults:
+            if any(faults.is_failed(part.copies.part) for part in parts):
+                return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason="planted by a failpoint")
             zeroed: list[Placed] = []
             for part in parts:
                 sound, zeros = faults.writes(part, grant.slot)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.dataplane.port import Outcome, Region, TransferResult
+from common.engine.link_shaper import LinkShaper
 from common.engine.peers import Peer
 from common.engine.push_faults import PushFaults
 from common.engine.push_write import PushPart, write_parts
@@ -70,8 +71,10 @@ class Pusher:
         clock: Clock,
         emit: Callable[[PartPushed], None],
         faults: PushFaults,
+        shaper: LinkShaper,
     ) -> None:
         self._rank = rank
+        self._shaper = shaper
         self._region = region
         self._clock = clock
         self._emit = emit
@@ -131,6 +134,11 @@ class Pusher:
             self._num_tasks = 0
             self._changed.notify_all()
         self._thread.join(JOIN_TIMEOUT_S)
+
+    def _wait_until(self, moment: float) -> None:
+        """Wait, as a slow link would have it, unless the pusher is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, max(0.0, moment - self._clock.monotonic()))
 
     def _has_room(self) -> bool:
         return self._closed or self._num_tasks + len(self._delayed) < MAX_QUEUED
@@ -210,12 +218,13 @@ class Pusher:
         """Write parts of one sequence to one destination rank, and report each."""
         task = items[0][0]
         parts = [part for _, part in items]
-        began_ns = self._clock.monotonic_ns()
+        began, began_ns = self._clock.monotonic(), self._clock.monotonic_ns()
         with self._changed:
             failed = self._failed.get(task.seq)
         if failed is None:
             deadline = self._clock.monotonic() + WRITE_TIMEOUT_S
             result = write_parts(task.peer, dst_rank, task.grant, parts, self._region, self._faults, deadline)
+            self._wait_until(self._shaper.over_at(self._rank, dst_rank, result.nbytes, began))
         else:
             result = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"an earlier part failed: {failed}")
         took_ns = self._clock.monotonic_ns() - began_ns

@@ -22,8 +22,11 @@ from common.engine.device.cpu import CpuDevice
 from common.engine.device.port import Device
 from common.engine.digests import Digester
 from common.engine.fingerprint import checkpoint_fingerprint
+from common.engine.link_shaper import LinkShaper
 from common.engine.model import Model
 from common.engine.peer_table import PeerTable
+from common.engine.pull_read import STATES, PullTarget
+from common.engine.puller import Puller
 from common.engine.push_faults import PushFaults
 from common.engine.pusher import Pusher
 from common.engine.sampler import Sampler
@@ -45,6 +48,7 @@ from contracts.rank import (
     PartPushed,
     PeerLinked,
     PeerSide,
+    PullReport,
     PullShards,
     RankAnswer,
     RankCommand,
@@ -71,7 +75,7 @@ class RankPorts:
     collectives: Collectives | None
     data_plane: DataPlane
     clock: Clock
-    emit: Callable[[PartPushed | PeerLinked | RankProgress], None]
+    emit: Callable[[PartPushed | PeerLinked | RankProgress | PullReport], None]
 
 
 def error_info(error: Exception) -> ErrorInfo:
@@ -106,20 +110,23 @@ class Rank:
             config, dtype=dtype, block_size=start.block_size, num_blocks=start.num_blocks, num_slots=start.num_slots
         )
         at = Coordinates(dp_rank=start.dp_rank, dp_size=start.dp, tp_rank=start.rank, tp_size=start.tp)
-        region_map = lay_out(shape, at)
+        region_map = lay_out(shape, at, start.num_staging_rows)
         self._progress("weights", 0)
         weights = load_weights(folder, shard, TORCH_DTYPES[dtype])
         self._progress("caches", 1)
         self._region = ports.data_plane.allocate(region_map.nbytes, start.num_blocks + start.num_slots)
         self._caches = LayerCaches(region_map, self._region.data)
         self._peers = PeerTable(start.rank, ports.data_plane, ports.clock, self._linked)
+        faults, shaper = PushFaults(failpoints, ports.data_plane), LinkShaper(failpoints)
         self._pusher = Pusher(
             rank=start.rank,
             region=self._region,
             clock=ports.clock,
             emit=ports.emit,
-            faults=PushFaults(failpoints, ports.data_plane),
+            faults=faults,
+            shaper=shaper,
         )
+        self._puller = Puller(rank=start.rank, clock=ports.clock, emit=ports.emit, faults=faults, shaper=shaper)
         self._sequences: dict[int, BoundSequence] = {}
         geometry = AttentionGeometry(
             num_query_heads=len(shard.query_heads), num_kv_heads=len(shard.kv_heads), block_size=start.block_size
@@ -164,9 +171,10 @@ class Rank:
             return Done(rank=self._start.rank, error=error_info(error))
 
     def close(self) -> None:
-        """End the pusher, let go of peers and memory. Idempotent."""
+        """End the pusher and the puller, let go of peers and memory. Idempotent."""
         self._pusher.close()
-        self._peers.close()
+        self._peers.close()  # before the puller: what reads from them ends soon
+        self._puller.close()
         if self._ports.collectives is not None:
             self._ports.collectives.close()
         self._region.close()
@@ -186,13 +194,9 @@ class Rank:
             case AddPeerRank():
                 self._peers.add(command)
             case LinkPeer():
-                if command.side is PeerSide.SOURCE:
-                    raise InvalidValueError(field="side", value=command.side, rule="destination: these ranks only push")
-                self._peers.link(command.peer, command.attempt)
+                self._peers.link(command.peer, command.attempt, command.side)
             case PullShards():
-                raise InvalidValueError(
-                    field="seq", value=command.seq, rule="one that is pushed: these ranks pull nothing"
-                )
+                self._pull(command)
             case UnlinkPeer():
                 self._peers.unlink(command.peer)
             case ScanRank():
@@ -255,17 +259,46 @@ class Rank:
             blocks = (*sequence.binding.block_ids, *extension.block_ids)
             sequence.binding = msgspec.structs.replace(sequence.binding, block_ids=blocks)
 
+    def _pull(self, command: PullShards) -> None:
+        sequence = self._sequences.get(command.seq)
+        if sequence is None:
+            raise InvalidValueError(field="seq", value=command.seq, rule="a bound sequence")
+        grant = command.source
+        worker = WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
+        source = self._peers.find_source(worker, grant.dp_rank)
+        row, row_base = sequence.binding.staging_row, 0
+        if any(role in STATES for role in command.roles):
+            if row is None:
+                rule = f"one of its own for sequence {command.seq}, to pull states"
+                raise InvalidValueError(field="staging_row", value=row, rule=rule)
+            row_base = self._caches.region_map.staging.base(row)
+        self._puller.begin(
+            PullTarget(
+                command=command,
+                binding=sequence.binding,
+                source=source,
+                region=self._region,
+                row_base=row_base,
+                block_size=self._start.block_size,
+            )
+        )
+
     def _check_binding(self, binding: BindSequence) -> None:
         if binding.seq in self._sequences:
             raise InvalidValueError(field="seq", value=binding.seq, rule="not bound already")
         if not 0 <= binding.slot < self._start.num_slots:
             raise InvalidValueError(field="slot", value=binding.slot, rule=f"0 to {self._start.num_slots - 1}")
         self._check_blocks(binding.block_ids)
+        if binding.staging_row is not None:
+            self._caches.region_map.staging.base(binding.staging_row)
         for other in self._sequences.values():
             if other.binding.slot == binding.slot:
                 raise InvalidValueError(
                     field="slot", value=binding.slot, rule=f"not held by sequence {other.binding.seq}"
                 )
+            if binding.staging_row is not None and other.binding.staging_row == binding.staging_row:
+                rule = f"not held by sequence {other.binding.seq}"
+                raise InvalidValueError(field="staging_row", value=binding.staging_row, rule=rule)
 
     def _check_blocks(self, block_ids: tuple[int, ...]) -> None:
         """Raise `InvalidValueError` unless these are different blocks of this rank that no sequence holds."""
@@ -300,13 +333,16 @@ class Rank:
         deadline = self._ports.clock.monotonic() + command.timeout_ms / 1000
         held = [self._sequences[seq] for seq in command.seqs if seq in self._sequences]
         self._pusher.drop(command.seqs)
+        self._puller.drop(command.seqs)
         indeterminate = []
         for sequence in held:
             binding = sequence.binding
             cells = self._cells(binding)
             quiescence = self._region.revoke(cells, cells[-1], command.generation, deadline)
-            # What is being read here must stay as it is: another sequence's content would arrive under this one's name.
-            if quiescence is Quiescence.YES and self._pusher.wait_idle(binding.seq, deadline):
+            # What is being read here must stay as it is: another sequence's content would arrive under this one's name. And
+            # what is still being pulled would arrive in somebody else's memory.
+            is_idle = self._pusher.wait_idle(binding.seq, deadline) and self._puller.wait_idle(binding.seq, deadline)
+            if quiescence is Quiescence.YES and is_idle:
                 del self._sequences[binding.seq]
             else:
                 indeterminate.append(binding.seq)
@@ -319,12 +355,15 @@ class Rank:
                 links.append(str(entry.readlink()))
             except OSError:  # the one that listed the folder
                 continue
+        rows = (sequence.binding.staging_row for sequence in self._sequences.values())
         return RankScan(
             rank=self._start.rank,
             seqs=tuple(sorted(self._sequences)),
             num_queued_pushes=self._pusher.num_queued,
             num_open_fds=len(links),
             num_memfds=sum("memfd:" in link for link in links),
+            num_pulls=self._puller.num_pulls,
+            staging_rows=tuple(sorted(row for row in rows if row is not None)),
         )
 
 

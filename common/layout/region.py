@@ -6,6 +6,9 @@ Layouts, per layer, with the dimensions that are left on the rank:
   contiguous run
 - CONV `[num_slots, conv_kernel - 1 + k, channels]`, channels `[Q | K | V]`, with speculation depth k
 - SSM `[num_slots, k + 1, value_heads, key_head_dim, value_head_dim]`, one row a checkpoint
+
+Behind the caches lie the staging rows, if there are any: each has room for the CONV and SSM bytes of one sequence that this rank
+holds, whoever they come from. What lies where in a row is known when the rank is linked with a source: see `staging`.
 """
 
 from __future__ import annotations
@@ -59,12 +62,39 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         return self.nbytes // self.shape[0]
 
 
+class StagingRows(msgspec.Struct, frozen=True, kw_only=True):
+    """`num_rows` rows of `row_bytes` bytes, each at a multiple of `ALIGNMENT`, from `offset` on. Rows do not overlap."""
+
+    offset: int
+    row_bytes: int
+    num_rows: int
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes from one row to the next."""
+        return _aligned(self.row_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_rows * self.row_stride
+
+    def base(self, row: int) -> int:
+        """Where a row begins. Raises `InvalidValueError` for one that does not exist."""
+        if not 0 <= row < self.num_rows:
+            raise InvalidValueError(
+                field="staging_row", value=row, rule=f"below {self.num_rows}, the rows that there are"
+            )
+        return self.offset + row * self.row_stride
+
+
 class RegionMap(msgspec.Struct, frozen=True, kw_only=True):
-    """The caches of one rank in the order in which they lie, and the size of the region's data."""
+    """The caches of one rank in the order in which they lie, the staging rows behind them, and the size of the region's data."""
 
     shape: CacheShape
     coordinates: Coordinates
     caches: dict[CacheKey, Cache]
+    staging: StagingRows
     nbytes: int
 
     def cache(self, role: Role, layer: int, namespace: Namespace = Namespace.TARGET) -> Cache:
@@ -145,19 +175,38 @@ def conv_channels(shape: CacheShape, coordinates: Coordinates) -> dict[Segment, 
     return {Segment.Q: key_channels, Segment.K: key_channels, Segment.V: value_channels}
 
 
-def lay_out(shape: CacheShape, coordinates: Coordinates) -> RegionMap:
-    """Place all caches of the rank at `coordinates` in one region.
+def lay_out(shape: CacheShape, coordinates: Coordinates, num_staging_rows: int = 0) -> RegionMap:
+    """Place all caches of the rank at `coordinates` in one region, and `num_staging_rows` staging rows behind them.
 
     Raises `InvalidValueError` when the heads cannot be cut over that many ranks, or the context-parallel coordinates do not fit.
     """
+    if num_staging_rows < 0:
+        raise InvalidValueError(field="num_staging_rows", value=num_staging_rows, rule="0 or more")
     _check_context_parallel(shape, coordinates)
     caches: dict[CacheKey, Cache] = {}
     end = 0
     for namespace, role, layer, dims, dtype in _arrays(shape, coordinates):
         cache = Cache(namespace=namespace, role=role, layer=layer, offset=end, shape=dims, dtype=dtype)
         caches[namespace, role, layer] = cache
-        end += -(-cache.nbytes // ALIGNMENT) * ALIGNMENT
-    return RegionMap(shape=shape, coordinates=coordinates, caches=caches, nbytes=end)
+        end += _aligned(cache.nbytes)
+    row_bytes = sum(_moved_bytes(shape, cache) for cache in caches.values())
+    staging = StagingRows(offset=end, row_bytes=row_bytes, num_rows=num_staging_rows)
+    return RegionMap(shape=shape, coordinates=coordinates, caches=caches, staging=staging, nbytes=end + staging.nbytes)
+
+
+def _moved_bytes(shape: CacheShape, cache: Cache) -> int:
+    """Bytes of one sequence's state in a cache: what a transfer moves."""
+    match cache.role:
+        case Role.CONV:
+            return cache.entry_bytes // cache.shape[1] * shape.moved_conv_rows
+        case Role.SSM:
+            return cache.entry_bytes // cache.shape[1]
+        case Role.KEY | Role.VALUE:
+            return 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _arrays(

@@ -6,7 +6,7 @@ import asyncio
 import random
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from common.engine.rank_process import RankEnvironment, serve
 from common.engine.transports import open_data_plane
 from common.layout.planner import ReshardPlan, plan
 from common.layout.ranges import RangeSet
-from common.runtime.clock import SystemClock
+from common.runtime.clock import Clock, SystemClock
 from contracts.handoff import GRANT_SECRET_BYTES, Grant
 from contracts.manifest import Namespace, Role
 from contracts.rank import BindSequence, PushOutcome, PushTarget, StartRank, StepItem, StepPlan
@@ -79,14 +79,23 @@ class Worker:
 
 
 async def start_worker(
-    name: str, folder: Path, sockets: Path, tp: int, *, memories: Memories | None = None, transport: str = "shm"
+    name: str,
+    folder: Path,
+    sockets: Path,
+    tp: int,
+    *,
+    memories: Memories | None = None,
+    transport: str = "shm",
+    num_staging_rows: int = 0,
+    failpoints: str = "",
+    open_plane: Callable[[StartRank, Clock], DataPlane] = open_data_plane,
 ) -> Worker:
-    """Start an engine of `tp` thread ranks, whose regions `memories` remembers."""
+    """Start an engine of `tp` thread ranks, whose regions `memories` remembers; their data planes come from `open_plane`."""
     threads = ThreadGroup(tp, timeout_s=60)
     clock = SystemClock()
 
     def open_watched(start: StartRank) -> DataPlane:
-        plane = open_data_plane(start, clock)
+        plane = open_plane(start, clock)
         return plane if memories is None else memories.watch(start, plane)
 
     def serve_rank(connection: socket.socket, rank: int, size: int) -> None:
@@ -110,6 +119,8 @@ async def start_worker(
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
             num_slots=NUM_SLOTS,
+            num_staging_rows=num_staging_rows,
+            failpoints=failpoints,
             max_step_tokens=BUDGET,
             max_step_sequences=NUM_SLOTS,
             transport=transport,

@@ -65,6 +65,21 @@ def test_delays_add_up() -> None:
     assert points.delay_ms(KEY_PART) == 57
 
 
+def test_fail_names_parts_whose_transfers_fail() -> None:
+    """As drop does, but the other side hears of it."""
+    points = parse_failpoints("fail:role=key,source=0")
+    assert (points.is_failed(KEY_PART), points.is_failed(SSM_PART), points.is_dropped(KEY_PART)) == (True, False, False)
+
+
+def test_of_several_links_the_slowest_counts() -> None:
+    """Latency and rate each; a link that is not named is as fast as it is."""
+    points = parse_failpoints("link:source=0,ms=2,mbs=100; link:source=0,destination=1,ms=1,mbs=50; link:source=2,ms=7")
+    assert points.link(0, 0) == (2, 100)
+    assert points.link(0, 1) == (2, 50)
+    assert points.link(2, 5) == (7, 0)
+    assert points.link(1, 1) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("text", "part_of_message"),
     [
@@ -76,7 +91,11 @@ def test_delays_add_up() -> None:
         ("zero:layer=-1", "layer is a whole number of 0 or more, not '-1'"),
         ("zero:layer=three", "not 'three'"),
         ("zero:role=keys", "keys"),
-        ("zero:ms=5", "'ms' is for delay alone"),
+        ("zero:ms=5", "'ms' is for delay and link alone"),
+        ("delay:ms=5,mbs=1", "'mbs' is for link alone"),
+        ("fail:block=1", "without 'block'"),
+        ("link:source=0", "link needs 'ms'"),
+        ("link:ms=5,role=ssm", "for all that goes from 'source' to 'destination'"),
         ("delay:layer=3", "delay needs 'ms'"),
         ("delay:ms=5,block=1", "without 'block'"),
         ("drop:block=1", "without 'block'"),

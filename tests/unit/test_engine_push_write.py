@@ -57,7 +57,7 @@ class World:
         self.source = here.allocate(origin.nbytes, 11)
         self.source.data[:] = bytes(1 + index % 255 for index in range(origin.nbytes))
         remotes = {rank: here.connect(region.descriptor, NOW() + 60) for rank, region in enumerate(self.there)}
-        self.peer = Peer(parts={}, regions=dict(remotes), num_blocks=8, num_slots=3)
+        self.peer = Peer(parts={}, templates=(), regions=dict(remotes), num_blocks=8, num_slots=3)
         by_part: dict[PlannedPart, PartCopies] = {
             part: PartCopies(part, [each for each in made.templates if each.part == part]) for part in made.parts
         }
