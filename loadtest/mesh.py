@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
@@ -78,14 +78,22 @@ class Mesh:
         self._child = child
 
     @classmethod
-    async def start(cls, spec: MeshSpec, directory: Path, clock: Clock, say: Callable[[str], None]) -> Mesh:
-        """Start it, with its logs in `directory`, and return once it is ready. Raises MeshFailed."""
+    async def start(
+        cls,
+        spec: MeshSpec,
+        directory: Path,
+        clock: Clock,
+        say: Callable[[str], None],
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> Mesh:
+        """Start it, with its logs in `directory`, and return once it is ready. Raises MeshFailed. `environ`: if not our own."""
         port, nats_port = free_ports(2)
         child = await Child.start(
             ChildSpec(
                 name=spec.mode,
                 command=spec.command(port=port, nats_port=nats_port, logs=directory),
-                environ=environment(),
+                environ=environment() if environ is None else environ,
                 log=directory / "launcher.log",
                 stage=0,
                 drain_s=_DRAIN_S,

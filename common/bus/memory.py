@@ -61,6 +61,11 @@ class MemoryBus:
         return self._server.is_up and not self._closed
 
     @property
+    def replicas(self) -> int:
+        """See `port.Bus.replicas`."""
+        return 1
+
+    @property
     def reconnects(self) -> int:
         """See `port.Bus.reconnects`."""
         return self._reconnects

@@ -1,6 +1,7 @@
 """The bus on NATS: the port's calls, put together from connection, requests, storage, readers and events."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, Self
 
@@ -23,6 +24,7 @@ from common.bus.port import (
     Message,
     Stored,
     StreamConfig,
+    bucket_ttl_s,
 )
 from common.bus.queues import QueuedSubscription, QueuedWatch
 from common.bus.rules import check_bucket, check_message, check_pattern, check_stream, check_subject
@@ -37,7 +39,14 @@ class NatsBus:
     """A `port.Bus`. Its background tasks live in the group that it is given; whoever opened it closes it."""
 
     def __init__(
-        self, connection: Connection, tasks: asyncio.TaskGroup, clock: Clock, log: Log, observer: BusObserver
+        self,
+        connection: Connection,
+        tasks: asyncio.TaskGroup,
+        clock: Clock,
+        log: Log,
+        observer: BusObserver,
+        *,
+        replicas: int | None = 1,
     ) -> None:
         self._connection = connection
         self._observer = observer
@@ -46,6 +55,7 @@ class NatsBus:
         self._log = log
         self._queues: set[QueuedSubscription] = set()
         self._watches: dict[QueuedWatch, asyncio.Task[None]] = {}
+        self._replicas = replicas
         self._jetstream = JetStream(connection.requests)
         self._events = EventPump(self._jetstream, clock, tasks, connection.wait_up, observer)
         self._restorer = tasks.create_task(self._restore(), name="bus-restore")
@@ -62,11 +72,13 @@ class NatsBus:
         on_closed: Callable[[str], None] | None = None,
         observer: BusObserver | None = None,
         timeout_s: float = 10.0,
+        replicas: int | None = 1,
     ) -> Self:
         """Connect to one of the servers of `url` (comma-separated) and return ready for use.
 
         `name` is what the server's tools show. `on_closed` hears why the connection has ended for good, which should
-        end the process. `observer` counts. Raises BusUnavailable if no server answers in time, ServerTooOld,
+        end the process. `observer` counts. `replicas` is how many servers keep each bucket and stream; None leaves those that
+        are there as they are, for whoever only looks. Raises BusUnavailable if no server answers in time, ServerTooOld,
         StorageRefused, and SettingsError for what is no URL.
         """
         servers = servers_of(url)
@@ -77,7 +89,7 @@ class NatsBus:
         except BaseException:
             await connection.close()
             raise
-        return cls(connection, tasks, clock, log, observer)
+        return cls(connection, tasks, clock, log, observer, replicas=replicas)
 
     @property
     def is_connected(self) -> bool:
@@ -88,6 +100,11 @@ class NatsBus:
     def reconnects(self) -> int:
         """See `port.Bus.reconnects`."""
         return self._connection.reconnects
+
+    @property
+    def replicas(self) -> int:
+        """See `port.Bus.replicas`."""
+        return self._replicas or 1
 
     async def reconnected(self, after: int) -> int:
         """See `port.Bus.reconnected`."""
@@ -155,14 +172,17 @@ class NatsBus:
     async def ensure_bucket(self, config: BucketConfig) -> NatsBucket:
         """See `port.Bus.ensure_bucket`."""
         check_bucket(config)
-        await self._jetstream.ensure(bucket_stream(config))
+        ttl_s = bucket_ttl_s(config.ttl_s, self.replicas) if config.is_lease else config.ttl_s
+        stream = bucket_stream(dataclasses.replace(config, ttl_s=ttl_s), self.replicas)
+        await self._jetstream.ensure(stream, may_change=self._replicas is not None)
         return NatsBucket(config.name, self._jetstream, self._reader, self._start_watch)
 
     async def ensure_stream(self, config: StreamConfig) -> None:
         """See `port.Bus.ensure_stream`."""
         check_stream(config)
         await self._jetstream.check_requests_uncaptured()
-        await self._jetstream.ensure(event_stream(config))
+        stream = event_stream(config, self.replicas)
+        await self._jetstream.ensure(stream, may_change=self._replicas is not None)
 
     def publish_event(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> bool:
         """See `port.Bus.publish_event`."""

@@ -93,14 +93,19 @@ class JetStream:
                 rule = f"no stream keeps {requests}, where requests travel"
                 raise StorageRefused(f"streams: {', '.join(names)} is not allowed; the rule is: {rule}")
 
-    async def ensure(self, config: dict[str, Any]) -> None:
-        """Create the stream, or change it to `config`; `ensure_again` will repeat it. Raises StorageRefused."""
+    async def ensure(self, config: dict[str, Any], *, may_change: bool = True) -> None:
+        """Create the stream, or change it to `config`; `ensure_again` will repeat it. Raises StorageRefused.
+
+        Without `may_change` one that is there stays as it is.
+        """
         name = config["name"]
         try:
             await self.call(f"STREAM.CREATE.{name}", config)
         except StorageRefused as error:
             if error.param != str(_NAME_IN_USE):
                 raise
+            if not may_change:
+                return
             await self.call(f"STREAM.UPDATE.{name}", config)
         self._ensured[name] = config
 
@@ -110,11 +115,11 @@ class JetStream:
             await self.ensure(config)
 
 
-def bucket_stream(config: BucketConfig) -> dict[str, Any]:
+def bucket_stream(config: BucketConfig, replicas: int = 1) -> dict[str, Any]:
     """Return the stream that is the bucket, as every NATS tool expects it: KV_NAME, a subject a key."""
     window_s = min(config.ttl_s or _DEFAULT_DUPLICATE_WINDOW_S, _DEFAULT_DUPLICATE_WINDOW_S)
     return {
-        **_stream(f"KV_{config.name}", [f"$KV.{config.name}.>"], config.ttl_s, window_s, config.replicas),
+        **_stream(f"KV_{config.name}", [f"$KV.{config.name}.>"], config.ttl_s, window_s, replicas),
         "max_msgs_per_subject": config.history,
         "discard": "new",
         "allow_rollup_hdrs": True,
@@ -123,10 +128,10 @@ def bucket_stream(config: BucketConfig) -> dict[str, Any]:
     }
 
 
-def event_stream(config: StreamConfig) -> dict[str, Any]:
+def event_stream(config: StreamConfig, replicas: int = 1) -> dict[str, Any]:
     """Return the stream of an event log."""
     return {
-        **_stream(config.name, list(config.subjects), config.max_age_s, config.duplicate_window_s, config.replicas),
+        **_stream(config.name, list(config.subjects), config.max_age_s, config.duplicate_window_s, replicas),
         "max_bytes": config.max_bytes,
         "max_msg_size": config.max_message_bytes,
         "discard": "old",

@@ -80,7 +80,20 @@ class BucketConfig:
     """Seconds after which a value that was not written again disappears; 0: never. No watch event tells of it."""
     history: int = 1
     """Values kept per key."""
-    replicas: int = 1
+    is_lease: bool = False
+    """Whether its values are signs of life: on a bus of several servers they last longer, see `bucket_ttl_s`."""
+
+
+CLUSTER_TTL_S = 10.0
+"""The least ttl of a sign of life among several servers: while they elect a leader, for up to seven seconds, none is kept."""
+
+CLUSTER_SHARE = 1.5
+"""How much longer signs of life last there: whoever renews in time on one server does so over an election, too."""
+
+
+def bucket_ttl_s(ttl_s: float, replicas: int) -> float:
+    """How many seconds a sign of life lasts that is kept by so many servers."""
+    return ttl_s if replicas == 1 else max(CLUSTER_SHARE * ttl_s, CLUSTER_TTL_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +201,6 @@ class StreamConfig:
     max_message_bytes: int = 64 * 1024
     duplicate_window_s: float = 120.0
     """How long a message id is remembered, to drop repeats."""
-    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +226,11 @@ class Bus(Protocol):
     @property
     def reconnects(self) -> int:
         """How many times the connection came back since the start."""
+        ...
+
+    @property
+    def replicas(self) -> int:
+        """How many servers keep each bucket and stream: 1, 3 or 5."""
         ...
 
     async def reconnected(self, after: int) -> int:

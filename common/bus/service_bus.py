@@ -10,9 +10,12 @@ from common.runtime.metrics import Metrics
 
 
 async def connect_for_life(
-    url: str, *, name: str, lifecycle: Lifecycle, clock: Clock, log: Log, metrics: Metrics
+    url: str, *, name: str, lifecycle: Lifecycle, clock: Clock, log: Log, metrics: Metrics, replicas: int = 1
 ) -> NatsBus:
-    """Connect to NATS as `name`. The life cycle closes the bus, and fails when the bus closes before. Raises `BusError`, `SettingsError`."""
+    """Connect to NATS as `name`. The life cycle closes the bus, and fails when the bus closes before. Raises `BusError`, `SettingsError`.
+
+    `replicas` is how many servers keep each bucket and stream.
+    """
     bus = await NatsBus.connect(
         url,
         name=name,
@@ -21,6 +24,7 @@ async def connect_for_life(
         log=log,
         on_closed=lifecycle.fail,
         observer=BusMetrics(metrics),
+        replicas=replicas,
     )
     lifecycle.on_close("bus", bus.close)
     return bus

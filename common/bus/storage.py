@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.bus.port import BucketConfig, StreamConfig
+from common.bus.port import BucketConfig, Bus, StreamConfig, bucket_ttl_s
 from contracts.subjects import (
     EVENTS_FILTER,
     EVENTS_STREAM,
@@ -27,11 +27,16 @@ LINK_TTL_S: Final = 15.0
 LEASE_TTL_S: Final = 10.0
 """Seconds after its last renewal that a lease is free. The election of a new leader among NATS servers takes up to seven."""
 
-WORKERS_CONFIG: Final = BucketConfig(name=WORKERS_BUCKET, ttl_s=WORKER_TTL_S)
-ROUTERS_CONFIG: Final = BucketConfig(name=ROUTERS_BUCKET, ttl_s=ROUTER_TTL_S)
-LINKS_CONFIG: Final = BucketConfig(name=LINKS_BUCKET, ttl_s=LINK_TTL_S)
-LEASES_CONFIG: Final = BucketConfig(name=LEASES_BUCKET, ttl_s=LEASE_TTL_S)
+WORKERS_CONFIG: Final = BucketConfig(name=WORKERS_BUCKET, ttl_s=WORKER_TTL_S, is_lease=True)
+ROUTERS_CONFIG: Final = BucketConfig(name=ROUTERS_BUCKET, ttl_s=ROUTER_TTL_S, is_lease=True)
+LINKS_CONFIG: Final = BucketConfig(name=LINKS_BUCKET, ttl_s=LINK_TTL_S, is_lease=True)
+LEASES_CONFIG: Final = BucketConfig(name=LEASES_BUCKET, ttl_s=LEASE_TTL_S, is_lease=True)
 EVENTS_CONFIG: Final = StreamConfig(name=EVENTS_STREAM, subjects=(EVENTS_FILTER,))
+
+
+def ttl_on(bus: Bus, ttl_s: float) -> float:
+    """How long a sign of life counts on a bus: `ttl_s` with one server, longer with several."""
+    return bucket_ttl_s(ttl_s, bus.replicas)
 
 
 def handoffs_config(keep_s: float) -> BucketConfig:

@@ -8,7 +8,7 @@ from typing import Final
 from common.bus.heard import HeardTable
 from common.bus.port import Bucket, Bus, Entry, Snapshot
 from common.bus.refusals import Refusals
-from common.bus.storage import ROUTER_TTL_S
+from common.bus.storage import ROUTER_TTL_S, ttl_on
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
 from contracts.routers import RouterRecord
@@ -30,7 +30,7 @@ class RouterWatch:
         self._log = log
         self._refusals = refusals
         self._on_gone = on_gone
-        self._heard: HeardTable[RouterRecord] = HeardTable(ttl_s=ROUTER_TTL_S)
+        self._heard: HeardTable[RouterRecord] = HeardTable(ttl_s=ttl_on(bus, ROUTER_TTL_S))
         self._reconnects = bus.reconnects
 
     async def run(self, bucket: Bucket) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from common.runtime.setting_types import Count, LogLevel, Port, Seconds
+from common.runtime.setting_types import Count, LogLevel, NatsReplicas, Port, Seconds
 from common.runtime.settings import SettingsError, SettingsProblem
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
@@ -54,6 +54,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Name under which clients know the model; empty: the folder's."""
     nats_url: str = "nats://127.0.0.1:4222"
     """Where NATS is."""
+    nats_replicas: NatsReplicas = 1
+    """Servers of a NATS cluster that keep each bucket and stream, alike for all services; with several, leases last half as long again."""
     engine: EngineKind = EngineKind.RANKS
     """What computes: ranks, or fake ones that compute nothing, to look at the control plane alone."""
     device: str = "cpu"

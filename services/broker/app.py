@@ -11,7 +11,7 @@ from common.bus.lease import Lease
 from common.bus.port import Bus
 from common.bus.refusals import Refusals
 from common.bus.service_bus import connect_for_life
-from common.bus.storage import EVENTS_CONFIG, LEASE_TTL_S, LEASES_CONFIG
+from common.bus.storage import EVENTS_CONFIG, LEASE_TTL_S, LEASES_CONFIG, ttl_on
 from common.runtime.admin import AdminRoutes, AdminServer
 from common.runtime.clock import Clock, SystemClock
 from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
@@ -89,7 +89,7 @@ def make_leadership(
             log,
             key=subjects.broker_lease(settings.partition),
             value=LeaseValue(holder=settings.broker_id, start=secrets.token_hex(_START_BYTES)),
-            ttl_s=LEASE_TTL_S,
+            ttl_s=ttl_on(bus, LEASE_TTL_S),
         )
 
     async def open_term(group: asyncio.TaskGroup, fence: int) -> Broker:
@@ -120,7 +120,13 @@ async def _start(settings: BrokerSettings, lifecycle: Lifecycle, log: Log) -> No
     clock: Clock = SystemClock()
     metrics = Metrics()
     bus = await connect_for_life(
-        settings.nats_url, name=settings.broker_id, lifecycle=lifecycle, clock=clock, log=log, metrics=metrics
+        settings.nats_url,
+        name=settings.broker_id,
+        lifecycle=lifecycle,
+        clock=clock,
+        log=log,
+        metrics=metrics,
+        replicas=settings.nats_replicas,
     )
     leadership = make_leadership(settings, bus=bus, clock=clock, log=log, metrics=metrics)
     routes = AdminRoutes(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from common.bus.port import Bus
-from common.bus.storage import WORKER_TTL_S
+from common.bus.storage import WORKER_TTL_S, ttl_on
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
 from contracts.requests import WorkerRef
@@ -23,7 +23,7 @@ class Presence:
         self._clock = clock
         self._log = log
         self._on_gone = on_gone
-        self._leases = Leases(ttl_s=WORKER_TTL_S)
+        self._leases = Leases(ttl_s=ttl_on(bus, WORKER_TTL_S))
         self._reconnects = bus.reconnects
         self._judged_at = clock.monotonic()
 

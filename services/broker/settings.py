@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from common.runtime.setting_types import Count, LogLevel, Port, Seconds
+from common.runtime.setting_types import Count, LogLevel, NatsReplicas, Port, Seconds
 from common.runtime.settings import SettingsError, SettingsProblem
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
@@ -19,6 +19,8 @@ class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in leases, events and logs."""
     nats_url: str = "nats://127.0.0.1:4222"
     """Where NATS is."""
+    nats_replicas: NatsReplicas = 1
+    """Servers of a NATS cluster that keep each bucket and stream, alike for all services; with several, leases last half as long again."""
     partition: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Which share of the handoffs it owns; brokers of one partition stand by for each other."""
     max_in_flight: Count = 4096

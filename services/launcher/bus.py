@@ -26,7 +26,13 @@ async def with_bus(url: str, use: Callable[[Bus], Awaitable[T]], *, say: Callabl
     async with asyncio.TaskGroup() as tasks:
         try:
             bus = await NatsBus.connect(
-                url, name="pdmesh-launcher", tasks=tasks, clock=SystemClock(), log=_Said(say), timeout_s=_CONNECT_S
+                url,
+                name="pdmesh-launcher",
+                tasks=tasks,
+                clock=SystemClock(),
+                log=_Said(say),
+                timeout_s=_CONNECT_S,
+                replicas=None,
             )
             try:
                 results.append(await use(bus))

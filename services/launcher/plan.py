@@ -135,6 +135,7 @@ class _Planner:
         self._check_models([router, *workers])
         self._check_cuts(known)
         self._check_pairs(known)
+        self._check_replicas(launcher, [service for service in (*brokers, router, *known) if service is not None])
         self._check_ports([service for service in (*brokers, router, *known) if service is not None])
         if self._problems or launcher is None or router is None:
             raise SettingsError(self._distinct_problems())
@@ -225,6 +226,15 @@ class _Planner:
                     config.check_tensor_parallel(settings.tp)
             except InvalidValueError as error:
                 self._problem(f"{worker.name}: {error.field}", str(error.value), error.rule_text)
+
+    def _check_replicas(self, launcher: ServicePlan | None, services: list[ServicePlan]) -> None:
+        """A server of the launcher's own is alone, and what is kept is kept alike for all."""
+        counts = {service.name: getattr(service.settings.value, "nats_replicas", 1) for service in services}
+        shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+        if len(set(counts.values())) > 1:
+            self._problem("nats_replicas", shown, "the same for every service")
+        elif launcher is not None and not launcher.settings.value.nats_url and set(counts.values()) - {1}:
+            self._problem("nats_replicas", shown, "1 without nats_url: the launcher's own server is alone")
 
     def _check_ports(self, services: list[ServicePlan]) -> None:
         """Of services that would listen at the same fixed port of this machine only one could start."""

@@ -11,7 +11,7 @@ from typing import Final, assert_never
 from common.bus.heard import HeardTable
 from common.bus.port import Bucket, Bus, Entry, Snapshot
 from common.bus.refusals import Refusals
-from common.bus.storage import WORKER_TTL_S
+from common.bus.storage import WORKER_TTL_S, ttl_on
 from common.engine.port import EngineDeadError
 from common.layout.refusal import PlanRefusedError
 from common.runtime.clock import Clock, Deadline
@@ -102,7 +102,7 @@ class Links:
         self._table = LinkTable(ports.bus, ports.clock, ports.log, ports.own.worker_id, self._records)
         # One thing is done for a pair at a time, and the one before may not have been taken from the list yet.
         self._tasks = BoundedTasks(ports.group, name="link", limit=2 * ports.max_peers)
-        self._heard: HeardTable[WorkerRecord] = HeardTable(ttl_s=WORKER_TTL_S)
+        self._heard: HeardTable[WorkerRecord] = HeardTable(ttl_s=ttl_on(ports.bus, WORKER_TTL_S))
         self._reconnects = ports.bus.reconnects
         self._peers: dict[str, _Peer] = {}
         self._transfers: dict[str, WorkerRef] = {}

@@ -49,7 +49,13 @@ async def connect_and_start(
     """Start the router on the NATS server of its settings; see `start`."""
     registry = Metrics()
     bus = await connect_for_life(
-        settings.nats_url, name=settings.router_id, lifecycle=lifecycle, clock=clock, log=log, metrics=registry
+        settings.nats_url,
+        name=settings.router_id,
+        lifecycle=lifecycle,
+        clock=clock,
+        log=log,
+        metrics=registry,
+        replicas=settings.nats_replicas,
     )
     return await start(settings, lifecycle, bus=bus, clock=clock, log=log, registry=registry, entropy=entropy)
 

@@ -6,7 +6,7 @@ from typing import Final, TypeVar
 from common.bus.heard import HeardTable
 from common.bus.port import Bus, Entry, Snapshot, Watch
 from common.bus.refusals import Refusals
-from common.bus.storage import LINK_TTL_S, LINKS_CONFIG, WORKER_TTL_S, WORKERS_CONFIG
+from common.bus.storage import LINK_TTL_S, LINKS_CONFIG, WORKER_TTL_S, WORKERS_CONFIG, ttl_on
 from common.runtime.clock import Clock
 from contracts.codec import decode, encode
 from contracts.errors import PdmeshError
@@ -29,8 +29,8 @@ class Fleet:
         self._bus = bus
         self._clock = clock
         self._refusals = refusals
-        self._workers: HeardTable[WorkerRecord] = HeardTable(ttl_s=WORKER_TTL_S)
-        self._links: HeardTable[LinkRecord] = HeardTable(ttl_s=LINK_TTL_S)
+        self._workers: HeardTable[WorkerRecord] = HeardTable(ttl_s=ttl_on(bus, WORKER_TTL_S))
+        self._links: HeardTable[LinkRecord] = HeardTable(ttl_s=ttl_on(bus, LINK_TTL_S))
         self._reconnects = bus.reconnects
 
     async def open(self) -> tuple[Watch, Watch]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.runtime.setting_types import Count, LogLevel, Port, Seconds
+from common.runtime.setting_types import Count, LogLevel, NatsReplicas, Port, Seconds
 from common.runtime.settings import SettingsError, SettingsProblem
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
@@ -23,6 +23,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in subjects, events and logs."""
     nats_url: str = "nats://127.0.0.1:4222"
     """Where NATS is."""
+    nats_replicas: NatsReplicas = 1
+    """Servers of a NATS cluster that keep each bucket and stream, alike for all services; with several, leases last half as long again."""
     host: str = "127.0.0.1"
     """Address at which it serves HTTP."""
     port: Port = 8000

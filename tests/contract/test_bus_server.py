@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.bus.errors import ServerTooOld
-from common.bus.server import NatsServer, ServerNotStarted, check_version, find_server, parse_version
+from common.bus.server import NatsServer, ServerNotStarted, check_version, find_server, forget_indexes, parse_version
 
 
 def script(path: Path, text: str) -> Path:
@@ -116,6 +116,5 @@ def test_a_summary_of_the_last_stop_is_not_trusted(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "index.db").write_bytes(b"older than the stream")
     (folder / "1.blk").touch()
-    server = NatsServer(tmp_path)
-    server._forget_indexes()
+    forget_indexes(tmp_path)
     assert [path.name for path in folder.iterdir()] == ["1.blk"]

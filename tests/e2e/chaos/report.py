@@ -1,0 +1,96 @@
+"""What a run under fire came to: every broken promise by name, and figures for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from tests.e2e.chaos.faults import Happened
+from tests.e2e.chaos.streams import Ending, Outcome
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """`violations` are empty for a good run."""
+
+    violations: tuple[str, ...]
+    text: str
+
+
+def judge(outcomes: Sequence[Outcome], faults: Sequence[Happened], *, strict: bool) -> list[str]:
+    """Name every stream that broke a promise.
+
+    What comes is the beginning of what must come, and all of it unless there is an error; every stream ends in time; a connection
+    breaks only if something was done to the router. `strict`: a stream that has begun goes on, whatever dies but the router.
+    """
+    found = []
+    for outcome in outcomes:
+        name = f"{outcome.case.name} ({outcome.ending}, {outcome.code or 'no code'}, {len(outcome.token_ids)} tokens)"
+        excused = any(
+            each.fault.is_router and each.began_at <= outcome.ended_at and outcome.started_at <= each.ended_at + 10.0
+            for each in faults
+        )
+        if not outcome.is_right:
+            found.append(f"{name}: {outcome.token_ids} came, of {list(outcome.case.expected)}")
+        if outcome.ending is Ending.LATE:
+            found.append(f"{name}: it did not end in time")
+        if outcome.ending is Ending.CUT and not excused:
+            found.append(f"{name}: it ended without a word")
+        if outcome.ending is Ending.ERROR and outcome.code in {"", "None", "internal_error"}:
+            found.append(f"{name}: its error does not say what happened")
+        if strict and outcome.ending is Ending.ERROR and outcome.token_ids and not excused:
+            found.append(f"{name}: it had begun, and did not go on")
+    return found
+
+
+def recoveries(outcomes: Sequence[Outcome], faults: Sequence[Happened]) -> dict[str, list[float]]:
+    """Seconds from each fault's beginning to the end of the first whole stream that began after it, by what was done to what."""
+    found: dict[str, list[float]] = {}
+    for each in faults:
+        ends = [o.ended_at for o in outcomes if o.ending is Ending.WHOLE and o.started_at >= each.began_at]
+        if ends:
+            found.setdefault(_kind(each), []).append(min(ends) - each.began_at)
+    return found
+
+
+def make_report(
+    outcomes: Sequence[Outcome],
+    faults: Sequence[Happened],
+    *,
+    strict: bool,
+    restarts: Counter[str],
+    more: Sequence[str],
+) -> Report:
+    """Judge and tell. `more` are broken promises that no stream shows."""
+    violations = (*judge(outcomes, faults, strict=strict), *more)
+    errors = Counter(f"{o.ending}: {o.code or 'no code'}" for o in outcomes if o.ending is not Ending.WHOLE)
+    begun = sum(1 for o in outcomes if o.ending is not Ending.WHOLE and o.token_ids)
+    whole = sum(o.ending is Ending.WHOLE for o in outcomes)
+    num_tokens = sum(len(o.token_ids) for o in outcomes)
+    lines = [
+        f"requests: {len(outcomes)}, whole {whole}, {num_tokens} tokens; interrupted after their first token: {begun}"
+    ]
+    lines += [f"  {what}: {count}" for what, count in sorted(errors.items())]
+    lines.append(f"faults: {len(faults)}; restarts: " + (_counts(restarts) or "none"))
+    times = recoveries(outcomes, faults)
+    for kind, count in sorted(Counter(_kind(each) for each in faults).items()):
+        known = times.get(kind, [])
+        back = (
+            f"served again after {median(known):.1f} s (longest {max(known):.1f} s)" if known else "not seen to recover"
+        )
+        lines.append(f"  {kind}: {count}; {back}")
+    lines.append(f"broken promises: {len(violations)}")
+    lines += [f"  {violation}" for violation in violations[:20]]
+    return Report(violations=violations, text="\n".join(lines))
+
+
+def _kind(each: Happened) -> str:
+    return f"{each.fault.action} {each.fault.target.partition('-')[0]}" + (
+        " rank" if "/rank-" in each.fault.target else ""
+    )
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counter.items()))
