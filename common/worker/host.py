@@ -37,7 +37,7 @@ class WorkerHost:
     async def open(self) -> None:
         """Answer, compute, then announce. Raises `BusError`."""
         service = self._service
-        await check_unique(service.role, service.ref, self._bus, self._log)
+        await check_unique(service.ref, self._bus, self._log)
         edge = RpcEdge(self._bus, self._group, self._log, service.metrics)
         subject_filter = subjects.worker_rpc_filter(service.role, service.settings.worker_id)
         cancels = await self._bus.subscribe(subjects.cancel_filter(service.settings.worker_id))

@@ -23,20 +23,21 @@ class WorkerIdTakenError(PdmeshError):
     code = ErrorCode.DUPLICATE
 
 
-async def check_unique(role: WorkerRole, own: WorkerRef, bus: Bus, log: Log) -> None:
-    """Raise `WorkerIdTakenError` when a worker of this role and id answers; to be called before this one does.
+async def check_unique(own: WorkerRef, bus: Bus, log: Log) -> None:
+    """Raise `WorkerIdTakenError` when a worker of this id answers, of whichever role; to be called before this one does.
 
     A worker that was killed answers nothing, at once: its restart goes on. One that stands still is replaced; when it wakes up it
     finds that its lease has lapsed.
     """
-    subject = subjects.worker_rpc(role, own.worker_id, WorkerVerb.DESCRIBE)
-    try:
-        reply = await bus.request(subject, encode(DescribeWorker(rank=0)), timeout=_ANSWER_S)
-        other = decode(reply.data, WorkerDescription).incarnation
-    except BusError:
-        return
-    except PdmeshError:
-        other = "of an answer that cannot be read"
-    log.error("worker_id_taken", worker_id=own.worker_id, other_incarnation=other)
-    rule = f"no two {role} workers of a mesh have the same, and the start {other} answers"
-    raise WorkerIdTakenError(f"worker_id: {own.worker_id!r} is not allowed; the rule is: {rule}")
+    for role in WorkerRole:
+        subject = subjects.worker_rpc(role, own.worker_id, WorkerVerb.DESCRIBE)
+        try:
+            reply = await bus.request(subject, encode(DescribeWorker(rank=0)), timeout=_ANSWER_S)
+            other = decode(reply.data, WorkerDescription).incarnation
+        except BusError:
+            continue
+        except PdmeshError:
+            other = "of an answer that cannot be read"
+        log.error("worker_id_taken", worker_id=own.worker_id, other_role=role, other_incarnation=other)
+        rule = f"no two workers of a mesh have the same, and the start {other} of a {role} worker answers"
+        raise WorkerIdTakenError(f"worker_id: {own.worker_id!r} is not allowed; the rule is: {rule}")

@@ -119,10 +119,20 @@ class DecodeService(GeneratingService):
         under_way = self._reserving.get(command.handoff_id)
         if under_way is not None:  # asked again while the first call waits or binds: both get its answer
             await asyncio.shield(under_way)
-        elif self.table.get(command.handoff_id) is None:
+        elif (known := self.table.get(command.handoff_id)) is not None:
+            self._check_repeated(command, known)
+        else:
             self.check_new(command, command.num_prompt_tokens + command.sampling.max_tokens)
             await self._reserve_once(command)
         return self._reserved(command.handoff_id, began_ns)
+
+    def _check_repeated(self, command: ReserveDecode, known: Sequence) -> None:
+        """A repeat asks for the same: memory for another prompt, or to be filled by another worker, is not what there is."""
+        pull = self._pulls.get(command.handoff_id)
+        is_same = (command.num_prompt_tokens, command.sampling) == (known.num_prompt_tokens, known.sampling)
+        if not is_same or (pull is not None and pull.source != command.source):
+            text = f"{command.handoff_id} is reserved for another prompt, other sampling or another source"
+            raise RefusedError(command.handoff_id, ErrorCode.DUPLICATE, text)
 
     async def _reserve_once(self, command: ReserveDecode) -> None:
         answer = self._reserving[command.handoff_id] = asyncio.get_running_loop().create_future()

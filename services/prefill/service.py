@@ -100,7 +100,11 @@ class PrefillService(WorkerService):
     async def _run(self, data: bytes) -> msgspec.Struct:
         command = decode(data, RunPrefill)
         self.check_command(command)
-        if self.table.get(command.handoff_id) is not None:
+        known = self.table.get(command.handoff_id)
+        if known is not None:
+            if known.push is None or known.push.grant != command.grant or known.push.pulled != command.pulled:
+                text = f"grant: {command.handoff_id} is being computed for another one"
+                raise RefusedError(command.handoff_id, ErrorCode.DUPLICATE, text)
             return Accepted(handoff_id=command.handoff_id)
         self.check_new(command, command.num_prompt_tokens)
         grant = command.grant

@@ -9,6 +9,7 @@ import random
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -25,11 +26,12 @@ from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.engines import start_engines
 from common.worker.host import WorkerHost
 from common.worker.service import WorkerParts, WorkerService
-from common.worker.settings import EngineKind, WorkerSettings
+from common.worker.settings import EngineKind, PulledRoles, WorkerSettings
 from contracts import ids, subjects
 from contracts.codec import decode, encode
 from contracts.handoff import HandoffState
 from contracts.links import LinkRecord, LinkState
+from contracts.pull import Transfer
 from contracts.requests import (
     Accepted,
     CancelRequest,
@@ -64,8 +66,10 @@ class Mesh:
         group: asyncio.TaskGroup,
         server: MemoryServer,
         dp: Mapping[type[WorkerService], int],
+        decode: Mapping[str, Any],
     ) -> None:
         self.dp = dp
+        self.decode = decode
         self.clock = clock
         self.group = group
         self.server = server
@@ -107,6 +111,7 @@ class Mesh:
             # Few enough for requests to wait in line at decode, longer than one call of the broker.
             num_slots=4 if kind is DecodeService else 32,
             reserve_wait_s=30.0,
+            **(self.decode if kind is DecodeService else {}),
         )
         engines = [
             FakeEngine(
@@ -118,10 +123,13 @@ class Mesh:
                 tp=tp,
                 num_blocks=settings.num_blocks,
                 num_slots=settings.num_slots,
+                num_staging_rows=settings.staging_rows_of(kind.role),
                 step_s=0.002,
             )
             for dp_rank in range(dp)
         ]
+        for each in engines:
+            each.reads.read_s.update({0: 0.02, 1: 0.01})
         parts = WorkerParts(
             settings=settings,
             incarnation=f"i-{worker_id}",
@@ -200,11 +208,21 @@ class Mesh:
         return [at[index] for index in range(len(at))]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_handoff_ends_and_all_memory_comes_back(seed: int) -> None:
+PUSH: dict[str, Any] = {}
+STATES: dict[str, Any] = {"transfer": Transfer.PULL, "parallel_shard_pull": False}
+ALL: dict[str, Any] = {"transfer": Transfer.PULL, "pull": PulledRoles.ALL, "num_staging_rows": 3}
+
+
+@pytest.mark.parametrize(
+    ("seed", "decode"),
+    [*((seed, PUSH) for seed in range(4)), (4, STATES), (6, STATES), (5, ALL), (7, ALL)],
+    ids=str,
+)
+def test_every_handoff_ends_and_all_memory_comes_back(seed: int, decode: dict[str, Any]) -> None:
     """Thirty requests over a bad bus, a third of them cancelled at some moment: all end, finished ones with the right tokens.
 
-    One replica or two at prefill, one or two at decode, too few slots there for all at once: the broker need not know.
+    One replica or two at prefill, one or two at decode, too few slots there for all at once: the broker need not know. Decode is
+    pushed to, or pulls the states, or everything.
     """
     rng = random.Random(seed)
     faults = SeededFaults(rng, loss=0.1, repeat=0.1, max_delay_s=0.01, protected=(f"{subjects.PREFIX}.tok",))
@@ -241,16 +259,19 @@ def test_every_handoff_ends_and_all_memory_comes_back(seed: int) -> None:
         for service in mesh.services:
             service.replicas.check_integrity()
             assert service.replicas.load.num_free_blocks == service.settings.dp * service.settings.num_blocks
-            assert service.replicas.load.num_free_slots == service.settings.dp * service.settings.num_slots
+            free_slots = sum(replica.pool.num_free_slots for replica in service.replicas)
+            assert free_slots == service.settings.dp * service.settings.num_slots
             assert len(service.table) == 0
 
-    _run(scenario, {PrefillService: 1 + seed % 2, DecodeService: 1 + seed // 2})
+    _run(scenario, {PrefillService: 1 + seed % 2, DecodeService: 1 + seed // 2 % 2}, decode)
 
 
-def _run(scenario: Callable[[Mesh], Awaitable[None]], dp: Mapping[type[WorkerService], int]) -> None:
+def _run(
+    scenario: Callable[[Mesh], Awaitable[None]], dp: Mapping[type[WorkerService], int], decode: Mapping[str, Any]
+) -> None:
     async def main(clock: VirtualClock) -> None:
         async with asyncio.timeout(600), asyncio.TaskGroup() as group:
-            mesh = Mesh(clock, group, MemoryServer(clock), dp)
+            mesh = Mesh(clock, group, MemoryServer(clock), dp, decode)
             await mesh.open()
             await scenario(mesh)
             for task in asyncio.all_tasks() - {asyncio.current_task()}:

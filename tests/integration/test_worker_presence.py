@@ -10,6 +10,7 @@ from contracts.codec import encode
 from contracts.requests import SamplingParams
 from contracts.routers import RouterRecord
 from services.decode.service import DecodeService
+from services.prefill.service import PrefillService
 from tests.integration.worker_world import EXPECTED, Mesh, in_mesh, pair
 
 LONG = SamplingParams(max_tokens=20_000, seed=9, temperature=0.0)
@@ -78,12 +79,16 @@ def test_an_outage_and_another_start_of_a_router_stop_nothing() -> None:
 
 
 def test_a_second_worker_of_an_id_does_not_begin() -> None:
-    """The one that serves goes on and keeps its record; the other says who has the id. Once the first is gone it may begin."""
+    """Of whichever role: the one that serves goes on and keeps its record, the other says who has the id."""
 
     async def scenario(mesh: Mesh) -> None:
         first = await mesh.add(DecodeService, "decode-0")
-        with pytest.raises(WorkerIdTakenError, match=r"worker_id: 'decode-0' .* the start i-decode-0 answers"):
+        with pytest.raises(
+            WorkerIdTakenError, match=r"worker_id: 'decode-0' .* the start i-decode-0 of a decode worker answers"
+        ):
             await mesh.add(DecodeService, "decode-0")
+        with pytest.raises(WorkerIdTakenError):
+            await mesh.add(PrefillService, "decode-0")
         assert first is mesh.services["decode-0"]
 
     in_mesh(scenario)
