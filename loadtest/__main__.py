@@ -29,8 +29,10 @@ from loadtest.settings import (
     OverlapSettings,
     RecallSettings,
     Settings,
+    ShardPullSettings,
     plain,
 )
+from loadtest.shard_pull import run_shard_pull
 from services.launcher.console import Console
 
 EXIT_SETTINGS: Final = 2
@@ -43,6 +45,7 @@ _SETTINGS: Final[dict[str, Callable[..., Settings]]] = {
     "overlap": OverlapSettings,
     "memory": MemorySettings,
     "control": ControlSettings,
+    "shard-pull": ShardPullSettings,
 }
 
 
@@ -94,6 +97,8 @@ async def _run(settings: MeshSettings, report: Report, command: str, say: Say) -
                     await run_memory(settings, report, clock, say)
                 case ControlSettings():
                     await run_control(settings, report, clock, say)
+                case ShardPullSettings():
+                    await run_shard_pull(settings, report, clock, say)
                 case LoadSettings() if command == "contract":
                     await run_contract(settings, report, clock, say)
                 case LoadSettings():

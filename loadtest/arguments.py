@@ -44,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
     _add_memory(memory)
     control = commands.add_parser("control", help="handoffs a second through one broker, and what it adds to each")
     _add_control(control)
+    shard_pull = commands.add_parser(
+        "shard-pull", help="serial pull, parallel pull and push of a request's cache, without latency and with it"
+    )
+    _add_shard_pull(shard_pull)
     return root
 
 
@@ -73,7 +77,7 @@ def _add_load(
         command.set_defaults(push_repeats=push_repeats)
     command.add_argument(
         "--mixed",
-        action=_Mixed,
+        action=_Specs,
         default=_MIXED,
         metavar="SPEC",
         help=f"a mixed worker to compare with; may be repeated (default: {' and '.join(_MIXED)})",
@@ -161,6 +165,48 @@ def _add_memory(command: argparse.ArgumentParser) -> None:
     _integer(command, "--concurrency", "concurrency", 8, "requests under way at once")
 
 
+def _add_shard_pull(command: argparse.ArgumentParser) -> None:
+    _add_json(command)
+    command.add_argument("--model", metavar="DIR", type=Path, default=_SHIPPED_MODEL, help="the checkpoint")
+    command.add_argument(
+        "--prefill",
+        action=_Specs,
+        default=("tp=2", "tp=4"),
+        metavar="SPEC",
+        help="a prefill worker; may be repeated (default: tp=2 and tp=4)",
+    )
+    command.add_argument("--decode", metavar="SPEC", default="tp=1", help="the decode worker (default: tp=1)")
+    command.add_argument(
+        "--pull", default="states", metavar="WHAT", help="what is pulled, states or all (default: states)"
+    )
+    command.add_argument(
+        "--latency-ms",
+        dest="latencies_ms",
+        type=_numbers,
+        default=(),
+        metavar="MS,MS",
+        help="latency of each link (default: looked for)",
+    )
+    command.add_argument(
+        "--mb-per-s", type=float, default=0.0, metavar="N", help="bytes a second of each link (default: no bound)"
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="[ROLE.]KEY=VALUE",
+        help="a setting of all meshes",
+    )
+    _integer(command, "--prompt-tokens", "num_prompt_tokens", 256, "tokens of each prompt")
+    _integer(command, "--requests", "num_requests", 20, "requests a round, mode and latency")
+    _integer(command, "--rounds", "num_rounds", 3, "rounds; the modes take turns in each")
+    _integer(command, "--warm-ups", "num_warm_ups", 5, "requests of each mode before the rounds, not measured")
+    _integer(command, "--seed", "seed", 1, "of the prompts")
+    _seconds(command, "--request-timeout", "request_timeout_s", 120.0)
+    _seconds(command, "--time-limit", "time_limit_s", 1800.0)
+
+
 def _add_control(command: argparse.ArgumentParser) -> None:
     _add_json(command)
     command.add_argument(
@@ -239,7 +285,14 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(_size(each) for each in text.split(",") if each)
 
 
-class _Mixed(argparse.Action):
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(each) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0.5,2") from None
+
+
+class _Specs(argparse.Action):
     """Collects SPECs; the first that is given replaces the default."""
 
     def __call__(

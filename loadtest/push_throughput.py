@@ -107,7 +107,11 @@ class PushBench:
         self._source_at = [_address(region) for region in sources]
         self._destination_at = [_address(region) for region in destinations]
         self._peer = Peer(
-            parts={}, regions=dict(enumerate(remotes)), num_blocks=shape.num_blocks, num_slots=shape.num_slots
+            templates=compiled.templates,
+            parts={},
+            regions=dict(enumerate(remotes)),
+            num_blocks=shape.num_blocks,
+            num_slots=shape.num_slots,
         )
         by_part: dict[PlannedPart, list[CopyTemplate]] = {}
         for template in compiled.templates:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from common.dataplane.failpoints import parse_failpoints
+from common.worker.settings import PulledRoles
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from loadtest.mesh import MeshSpec
@@ -264,7 +265,48 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
             check_above_zero(name, getattr(self, name))
 
 
-MeshSettings: TypeAlias = LoadSettings | RecallSettings | OverlapSettings | MemorySettings | ControlSettings
+class ShardPullSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `shard-pull` is told: `num_requests` in each round for each mode and latency, for each SPEC in `prefill`.
+
+    Without `latencies_ms` the latency is looked for at which waiting is a certain share of a restore. `mb_per_s` 0 is no bound.
+    """
+
+    model: Path
+    prefill: tuple[str, ...]
+    decode: str
+    pull: str
+    latencies_ms: tuple[float, ...]
+    mb_per_s: float
+    num_prompt_tokens: int
+    num_requests: int
+    num_rounds: int
+    num_warm_ups: int
+    overrides: tuple[str, ...]
+    seed: int
+    request_timeout_s: float
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidValueError` that names the first value that is not legal."""
+        check_model(self.model)
+        if not self.prefill or len(set(self.prefill)) != len(self.prefill):
+            raise InvalidValueError(field="prefill", value=self.prefill, rule="one SPEC or more, each once")
+        if self.pull not in set(PulledRoles):
+            raise InvalidValueError(field="pull", value=self.pull, rule=f"one of {', '.join(PulledRoles)}")
+        for latency_ms in self.latencies_ms:
+            check_above_zero("latency_ms", latency_ms)
+        if not 0 <= self.mb_per_s < float("inf"):
+            raise InvalidValueError(field="mb_per_s", value=self.mb_per_s, rule="0 or more, and finite")
+        for name in ("num_prompt_tokens", "num_requests", "num_rounds"):
+            check_least(name.removeprefix("num_"), getattr(self, name), 1)
+        check_least("warm_ups", self.num_warm_ups, 0)
+        for name in ("request_timeout_s", "time_limit_s"):
+            check_above_zero(name, getattr(self, name))
+
+
+MeshSettings: TypeAlias = (
+    LoadSettings | RecallSettings | OverlapSettings | MemorySettings | ControlSettings | ShardPullSettings
+)
 """What a command is told that runs on an event loop."""
 Settings: TypeAlias = MeshSettings | DataPlaneSettings
 """What any of the commands is told."""
