@@ -20,6 +20,8 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True):
 _BROKER: Final = ("tests/unit/test_broker_handoff_steps.py", "tests/property/test_broker_core_explored.py")
 _LEDGER: Final = ("tests/unit/test_broker_ledger.py", "tests/property/test_broker_ledger_tiles.py")
 _WORKER: Final = ("tests/integration/test_worker_handoff.py",)
+_PULL: Final = ("tests/integration/test_worker_pull.py",)
+_GRANTS: Final = ("tests/unit/test_worker_grant_checks.py",)
 _ORDER: Final = ("tests/unit/test_router_token_order.py", "tests/property/test_router_token_order_shuffles.py")
 
 MUTANTS: Final = (
@@ -120,6 +122,48 @@ MUTANTS: Final = (
         before="self._tokens.extend(token_ids[len(known) :])",
         after="self._tokens.extend(token_ids)",
         tests=_ORDER,
+    ),
+    Mutant(
+        name="take over what was not pulled",
+        file="services/decode/service.py",
+        before="if pull is not None and not pull.is_done:",
+        after="if False:",
+        tests=_PULL,
+    ),
+    Mutant(
+        name="count what a failed pull had read for the next one",
+        file="services/decode/core/pulled_parts.py",
+        before="        self._parts.clear()\n",
+        after="",
+        tests=("tests/unit/test_decode_pulled_parts.py",),
+    ),
+    Mutant(
+        name="read from whoever the grant names",
+        file="services/decode/core/source_check.py",
+        before="    if source != reserved_for:",
+        after="    if False:",
+        tests=_GRANTS,
+    ),
+    Mutant(
+        name="push what decode pulls",
+        file="common/engine/step_runner.py",
+        before="            if role not in push.pulled\n",
+        after="",
+        tests=("tests/integration/test_worker_pull_ranks.py",),
+    ),
+    Mutant(
+        name="compute for a router that is gone",
+        file="common/worker/service.py",
+        before="            if sequence.router_id == router_id:",
+        after="            if False:",
+        tests=("tests/integration/test_worker_presence.py",),
+    ),
+    Mutant(
+        name="begin the indices of a later attempt anew",
+        file="common/worker/core/sent_tokens.py",
+        before="        self._first = num_delivered_tokens\n",
+        after="        self._first = 0\n",
+        tests=("tests/unit/test_worker_sent_tokens.py",),
     ),
     Mutant(
         name="let the deadline pass",
