@@ -63,8 +63,8 @@ class PullSession:
     async def reserve(self, prompt: Sequence[int], num_cached_tokens: int = 0) -> Pulled:
         """Bind a prompt on both sides: at the destination with a staging row, at the source with the secret of a grant to read."""
         seq, length = len(self.pulled) + 1, len(prompt)
-        own, slot = self._take(self.source, length + NUM_DECODED)
-        ids, there = self._take(self.destination, length + NUM_DECODED)
+        own, slot = self.take(self.source, length + NUM_DECODED)
+        ids, there = self.take(self.destination, length + NUM_DECODED)
         grant = Grant(
             worker_id=self.source.name,
             incarnation=self.source.ref.incarnation,
@@ -175,7 +175,8 @@ class PullSession:
         for worker in (self.source, self.destination):
             assert await worker.group.release(seqs, worker.next_generation(), 5000) == frozenset()
 
-    def _take(self, worker: Worker, num_tokens: int) -> tuple[tuple[int, ...], int]:
+    def take(self, worker: Worker, num_tokens: int) -> tuple[tuple[int, ...], int]:
+        """Blocks for some tokens, and a slot, that no other sequence has."""
         blocks, slots = self._free[worker.name]
         return tuple(blocks.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))), slots.pop()
 

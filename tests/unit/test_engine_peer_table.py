@@ -86,17 +86,21 @@ class World:
         self.reports: SimpleQueue[tuple[WorkerRef, int, Exception | None]] = SimpleQueue()
         self.table = PeerTable(0, self.plane, CLOCK, lambda *report: self.reports.put(report))
 
-    def link(self, peer: WorkerRef, attempt: int, region: RegionDescriptor | None = None) -> None:
-        """Begin to link."""
+    def link(
+        self,
+        peer: WorkerRef,
+        attempt: int,
+        region: RegionDescriptor | None = None,
+        *,
+        side: PeerSide = PeerSide.DESTINATION,
+    ) -> None:
+        """Begin to link; `side` is the peer's."""
         own = MAP.manifest(worker_id="p", incarnation="i", model="m")
         theirs = MAP.manifest(worker_id=peer.worker_id, incarnation=peer.incarnation, model="m")
-        self.table.add(AddPeerRank(peer=peer, side=PeerSide.SOURCE, manifest=own))
-        self.table.add(
-            AddPeerRank(
-                peer=peer, side=PeerSide.DESTINATION, manifest=theirs, region=region or self.descriptors.get(peer)
-            )
-        )
-        self.table.link(peer, attempt)
+        (own_side,) = set(PeerSide) - {side}
+        self.table.add(AddPeerRank(peer=peer, side=own_side, manifest=own))
+        self.table.add(AddPeerRank(peer=peer, side=side, manifest=theirs, region=region or self.descriptors.get(peer)))
+        self.table.link(peer, attempt, side)
 
     def begun(self) -> threading.Thread:
         """The next thread that connects to a slow worker."""
@@ -193,6 +197,26 @@ def test_an_earlier_link_serves_until_the_new_one_is_there(world: World) -> None
     assert (peer, attempt) == (PEER, 3)
     assert isinstance(problem, PdmeshError)
     assert second.peer_alive
+
+
+def test_a_peer_is_linked_one_way_at_a_time(world: World) -> None:
+    """As a source it is found for pulls and not for pushes; linked the other way, it is the other way round."""
+    world.link(PEER, 1, side=PeerSide.SOURCE)
+    assert world.told() == (PEER, 1, None)
+    assert list(world.table.find_source(PEER, 0).regions) == [0]
+    with pytest.raises(InvalidValueError, match="linked as a destination"):
+        world.table.find(PEER, 0)
+    with pytest.raises(InvalidValueError, match=r"source.dp_rank: 1 .* 0 to 0"):
+        world.table.find_source(PEER, 1)
+    world.link(PEER, 2)
+    assert world.told() == (PEER, 2, None)
+    assert world.is_linked(PEER)
+    with pytest.raises(InvalidValueError, match="linked as a source"):
+        world.table.find_source(PEER, 0)
+    assert [remote.peer_alive for remote in world.plane.connected] == [False, True]
+    world.table.unlink(PEER)
+    with pytest.raises(InvalidValueError, match="linked as a source"):
+        world.table.find_source(PEER, 0)
 
 
 def test_what_is_wrong_with_a_pair_is_reported(world: World) -> None:
