@@ -1,5 +1,6 @@
 """What the bus can carry: the same checks for every adapter, before anything is sent. Pure."""
 
+import functools
 import re
 from typing import Final
 
@@ -93,6 +94,7 @@ def check_message(data: bytes, headers: Headers | None) -> None:
         raise PayloadTooLarge(f"message of {size} bytes with its headers; the rule is: at most {MAX_MESSAGE_BYTES}")
 
 
+@functools.lru_cache(maxsize=4096)
 def matches(pattern: str, subject: str) -> bool:
     """Whether a valid pattern covers a subject: `*` stands for one token, a final `>` for one or more."""
     wanted = pattern.split(".")
