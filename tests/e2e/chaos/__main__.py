@@ -33,7 +33,9 @@ def main() -> int:
     )
     if arguments.mixed:
         settings = msgspec.structs.replace(settings, workers=(*settings.workers, ("mixed", "tp=1")))
-    logging.getLogger("nats").setLevel(logging.CRITICAL)  # our own listener's connection breaks whenever the server is hit
+    logging.getLogger("nats").setLevel(
+        logging.CRITICAL
+    )  # our own listener's connection breaks whenever the server is hit
     console = Console(SystemClock())
     report = asyncio.run(run_chaos(settings, console.say))
     console.show(report.text)

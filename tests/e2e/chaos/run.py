@@ -13,22 +13,21 @@ from typing import Final
 
 import aiohttp
 import msgspec
-from nats.errors import Error as NatsError
 
 from common.runtime.clock import Clock, Deadline, SystemClock
-from contracts.errors import PdmeshError
 from loadtest.mesh import Mesh, MeshSpec
 from tests.e2e.chaos.cases import Case, greedy_cases, sampled_questions
 from tests.e2e.chaos.faults import Fault, Faults, draw
 from tests.e2e.chaos.processes import Processes
 from tests.e2e.chaos.report import Report, make_report
+from tests.e2e.chaos.rest import unrest_after
 from tests.e2e.chaos.streams import REQUEST_S, Ending, Load, Outcome
 from tests.e2e.launcher_traces import Traces, short_folder
 from tests.e2e.mesh_probe import Probe
 
 _MODEL: Final = Path(__file__).resolve().parents[3] / "models" / "tiny"
-_SETTLE_S: Final = 60.0
-_SERVED_AGAIN_S: Final = 60.0
+_SETTLE_S: Final = 120.0
+_SERVED_AGAIN_S: Final = 120.0
 _POLL_S: Final = 0.2
 
 
@@ -155,34 +154,8 @@ class Chaos:
         self._more.append(f"the mesh does not serve {_SERVED_AGAIN_S:.0f} s after the last fault")
 
     async def _settled(self, when: str) -> None:
-        """Wait until the mesh is ready, and no worker holds anything."""
-        deadline = Deadline.after(self._clock, _SETTLE_S)
-        while lacking := await self._lacking():
-            if deadline.passed:
-                self._more.append(f"{when}, the mesh does not come to rest: {lacking}")
-                return
-            await self._clock.sleep(_POLL_S)
-
-    async def _lacking(self) -> str:
-        """What the mesh holds, or lacks, that it would not at rest."""
-        try:
-            async with self._probe.http.get(f"{self._mesh.url}/ready") as response:
-                if response.status != 200:
-                    return await response.text()
-            records = await self._probe.workers()
-            if len(records) != len(self._settings.workers):
-                return f"{len(records)} workers of {len(self._settings.workers)} have registered"
-            for record in records:
-                scan = await self._probe.scan(record.role, record.worker_id)
-                held = (scan.handoff_ids, scan.held_blocks, scan.held_slots, scan.num_prompt_buffers)
-                load = record.load
-                if any(held) or any(scan.rank_sequences):
-                    return f"{record.worker_id} holds {held} and {scan.rank_sequences}"
-                if (load.num_free_blocks, load.num_free_slots) != (record.num_blocks, record.num_slots):
-                    return f"{record.worker_id} has {load} left of {record.num_blocks} blocks, {record.num_slots} slots"
-        except (aiohttp.ClientError, NatsError, PdmeshError, TimeoutError, OSError, KeyError) as error:
-            return repr(error)
-        return ""
+        if lacking := await unrest_after(self._probe, len(self._settings.workers), _SETTLE_S):
+            self._more.append(f"{when}, the mesh does not come to rest: {lacking}")
 
 
 @asynccontextmanager
