@@ -182,13 +182,13 @@ def _add_shard_pull(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--latency-ms",
         dest="latencies_ms",
-        type=_numbers,
+        type=_lengths,
         default=(),
         metavar="MS,MS",
         help="latency of each link (default: looked for)",
     )
     command.add_argument(
-        "--mb-per-s", type=float, default=0.0, metavar="N", help="bytes a second of each link (default: no bound)"
+        "--mb-per-s", type=int, default=0, metavar="N", help="bytes a second of each link (default: no bound)"
     )
     command.add_argument(
         "--set",
@@ -283,13 +283,6 @@ def _size(text: str) -> int:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(_size(each) for each in text.split(",") if each)
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(each) for each in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0.5,2") from None
 
 
 class _Specs(argparse.Action):

@@ -275,8 +275,8 @@ class ShardPullSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[str, ...]
     decode: str
     pull: str
-    latencies_ms: tuple[float, ...]
-    mb_per_s: float
+    latencies_ms: tuple[int, ...]
+    mb_per_s: int
     num_prompt_tokens: int
     num_requests: int
     num_rounds: int
@@ -294,9 +294,8 @@ class ShardPullSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.pull not in set(PulledRoles):
             raise InvalidValueError(field="pull", value=self.pull, rule=f"one of {', '.join(PulledRoles)}")
         for latency_ms in self.latencies_ms:
-            check_above_zero("latency_ms", latency_ms)
-        if not 0 <= self.mb_per_s < float("inf"):
-            raise InvalidValueError(field="mb_per_s", value=self.mb_per_s, rule="0 or more, and finite")
+            check_least("latency_ms", latency_ms, 1)
+        check_least("mb_per_s", self.mb_per_s, 0)
         for name in ("num_prompt_tokens", "num_requests", "num_rounds"):
             check_least(name.removeprefix("num_"), getattr(self, name), 1)
         check_least("warm_ups", self.num_warm_ups, 0)

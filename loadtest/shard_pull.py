@@ -56,7 +56,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The restores of one mode over links of one latency. Spreads in ms."""
 
     mode: str
-    latency_ms: float
+    latency_ms: int
     ttft: Spread
     restore: Spread
     wait: Spread | None
@@ -68,7 +68,7 @@ async def run_shard_pull(settings: ShardPullSettings, report: Report, clock: Clo
     """Measure each topology without latency, find the latency, measure there, and fill the report."""
     figures: dict[str, tuple[Figures, ...]] = {}
     for prefill in settings.prefill:
-        near = await _measure(settings, prefill, 0.0, report, clock, say)
+        near = await _measure(settings, prefill, 0, report, clock, say)
         latencies = settings.latencies_ms or (latency_for(_of(near, SERIAL), num_shards(prefill)),)
         far: tuple[Figures, ...] = ()
         for latency_ms in latencies:
@@ -83,23 +83,23 @@ def num_shards(prefill: str) -> int:
     return int(found[0]) if found else 1
 
 
-def latency_for(serial: Figures, shards: int) -> float:
-    """The latency of each link, in ms, at which waiting is `WAIT_SHARE` of a serial restore.
+def latency_for(serial: Figures, shards: int) -> int:
+    """The latency of each link, in whole ms, at which waiting is `WAIT_SHARE` of a serial restore.
 
     A latency L adds `shards * L` to both: `(wait + shards * L) / (restore + shards * L) = WAIT_SHARE` is solved for it.
     """
     if serial.wait is None:
         raise PdmeshError("the events of a pull do not tell how long it waited")
     missing = WAIT_SHARE * serial.restore.p50 - serial.wait.p50
-    return max(0.0, missing / (1 - WAIT_SHARE) / shards)
+    return max(1, round(missing / (1 - WAIT_SHARE) / shards))
 
 
 async def _measure(  # noqa: PLR0917 - a topology at a latency
-    settings: ShardPullSettings, prefill: str, latency_ms: float, report: Report, clock: Clock, say: Say
+    settings: ShardPullSettings, prefill: str, latency_ms: int, report: Report, clock: Clock, say: Say
 ) -> tuple[Figures, ...]:
     """All modes over links of one latency, in rounds in which they take turns."""
     vocab_size = load_config(settings.model).vocab_size
-    link = f"link:ms={latency_ms:.3f},mbs={settings.mb_per_s:g}"
+    link = f"link:ms={latency_ms},mbs={settings.mb_per_s}"
     shaped = latency_ms > 0 or settings.mb_per_s > 0
 
     def spec(mode: str, side: str, extra: str) -> MeshSpec:
@@ -126,7 +126,7 @@ async def _measure(  # noqa: PLR0917 - a topology at a latency
                 target = Target(mode=mode, url=mesh.url, mesh=mesh)
                 warm_up = () if round_number else asked[: settings.num_warm_ups]
                 samples[mode] += await run_rounds([target], asked, load, warm_up=warm_up, clock=clock, say=_be_silent)
-            say(f"prefill {prefill}, {latency_ms:.2f} ms a link: round {round_number + 1} of {settings.num_rounds}")
+            say(f"prefill {prefill}, {latency_ms} ms a link: round {round_number + 1} of {settings.num_rounds}")
         return tuple(
             [await _figures(mode, latency_ms, samples[mode], (pulling, pushing), report, clock, say) for mode in MODES]
         )
@@ -134,7 +134,7 @@ async def _measure(  # noqa: PLR0917 - a topology at a latency
 
 async def _figures(  # noqa: PLR0917 - the samples of one mode, and where their events are
     mode: str,
-    latency_ms: float,
+    latency_ms: int,
     samples: Sequence[Sample],
     meshes: tuple[Mesh, Mesh],
     report: Report,
@@ -183,7 +183,7 @@ def restores_of(handoffs: Sequence[Handoff], events: Sequence[HandoffEvent], *, 
     return found
 
 
-def figures_of(mode: str, latency_ms: float, samples: Sequence[Sample], restores: Sequence[Restore]) -> Figures:
+def figures_of(mode: str, latency_ms: int, samples: Sequence[Sample], restores: Sequence[Restore]) -> Figures:
     """Sum up one mode. Raises `PdmeshError` when nothing is known of it."""
     ttft = spread([sample.ttft_ms for sample in samples])
     restore = spread([each.restore for each in restores])
@@ -223,7 +223,7 @@ def report_shard_pull(report: Report, figures: dict[str, tuple[Figures, ...]]) -
             shown = ["-" if one is None else number(one.p50) for one in spreads]
             rows.append(
                 (
-                    f"{each.latency_ms:.2f} ms",
+                    f"{each.latency_ms} ms",
                     each.mode,
                     str(each.restore.count),
                     number(each.ttft.p50),
