@@ -37,7 +37,10 @@ class _Pull:
         self.arrived: Final[list[Shard]] = []
         self.unsettled: Final[list[RemoteRegion]] = []
         """Regions whose transport could not say that a read has stopped."""
+        self.is_quiet = False
+        """Nothing is read or merged any more; its end may not have been told yet."""
         self.is_over = False
+        """It has been told."""
 
     @property
     def lock(self) -> int:
@@ -90,7 +93,7 @@ class Puller:
             last = self._pulls.get(command.seq)
             if last is not None and command.lock <= last.lock:
                 raise InvalidValueError(field="lock", value=command.lock, rule=f"above {last.lock}, the last one")
-            if last is not None and not last.is_over:
+            if last is not None and not last.is_quiet:
                 raise InvalidValueError(
                     field="lock", value=command.lock, rule=f"one pull at a time, and {last.lock} goes on"
                 )
@@ -250,6 +253,8 @@ class Puller:
             if error is None:
                 error = self._merge(pull)
             command = pull.target.command
+            with self._changed:
+                pull.is_quiet = True  # before it is told: whoever hears of it may begin with the next one at once
             self._emit(
                 PullStopped(
                     rank=self._rank,
@@ -262,7 +267,7 @@ class Puller:
             )
         finally:
             with self._changed:
-                pull.is_over = True
+                pull.is_quiet = pull.is_over = True
                 self._changed.notify_all()
 
     def _merge(self, pull: _Pull) -> ErrorInfo | None:

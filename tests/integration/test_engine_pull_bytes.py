@@ -15,17 +15,22 @@ import pytest
 import pytest_asyncio
 import torch
 
-from common.dataplane.port import Outcome, TransferResult
+from common.dataplane.fake import FakeDataPlane
+from common.dataplane.fake_network import FakeNetwork
+from common.dataplane.port import DataPlane, Outcome, TransferResult
 from common.engine import pull_read
 from common.engine.puller import Puller
+from common.engine.transports import open_data_plane
 from common.layout.planner import plan
 from common.layout.region import StagingRows
 from common.layout.run import Run
 from common.layout.staging import StagedStates
+from common.runtime.clock import Clock
+from contracts.errors import ErrorCode
 from contracts.handoff import Grant
 from contracts.manifest import PlannedPart, Role
 from contracts.pull import ShardState
-from contracts.rank import PullStopped, RoleMerged, ShardPulled
+from contracts.rank import PullStopped, RoleMerged, ShardPulled, StartRank
 from tests.integration.cache_bytes import Memories, differing
 from tests.integration.handoff_pairs import Worker, start_worker
 from tests.integration.pull_session import EVERYTHING, NUM_ROWS, STATES, Pulled, PullSession
@@ -63,21 +68,34 @@ class World:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    """A random checkpoint of four layers, and workers of all sizes for shared memory, of one pair of sizes for tcp."""
+    """A random checkpoint of four layers, and workers of all sizes for shared memory, of one pair for tcp and the fake transport."""
     torch.set_num_threads(1)
     folder, sockets = tmp_path_factory.mktemp("checkpoint"), tmp_path_factory.mktemp("s")
     random_model(num_layers=4, spread=0.06).save_pretrained(folder)
     memories = Memories()
     workers: dict[str, Worker] = {}
-    wanted = (
-        [("shm", "p", tp) for tp in SIZES] + [("shm", "d", tp) for tp in SIZES] + [("tcp", "p", 2), ("tcp", "d", 1)]
-    )
+    wanted = [("shm", role, tp) for role in ("p", "d") for tp in SIZES]
+    wanted += [(transport, role, tp) for transport in ("tcp", "fake") for role, tp in (("p", 2), ("d", 1))]
+    network = FakeNetwork()
+
+    def fake_plane(start: StartRank, clock: Clock) -> DataPlane:
+        # A start's ranks share its incarnation, and a fake plane has no name of its own.
+        owner = f"{start.incarnation}-{start.rank}"
+        return FakeDataPlane(network, peer_id=start.worker_id, incarnation=owner, now=clock.monotonic)
+
     try:
         for transport, role, tp in wanted:
             name = f"{transport}-{role}{tp}"
             rows = NUM_ROWS if role == "d" else 0
             workers[name] = await start_worker(
-                name, folder, sockets, tp, memories=memories, transport=transport, num_staging_rows=rows
+                name,
+                folder,
+                sockets,
+                tp,
+                memories=memories,
+                transport=transport,
+                num_staging_rows=rows,
+                open_plane=fake_plane if transport == "fake" else open_data_plane,
             )
         for transport, role, tp in wanted:
             if role == "d":
@@ -110,15 +128,18 @@ async def test_two_prompts_of_one_batch_are_pulled_each_with_its_own_bytes(
 
 
 @pytest.mark.parametrize("roles", [EVERYTHING, STATES], ids=["everything", "states"])
-async def test_over_tcp_the_bytes_are_the_same(world: World, roles: Sequence[Role]) -> None:
-    """A source's secret is shown and taken; with another one nothing is read, and nothing merged."""
-    async with world.session(2, 1, "tcp") as session:
+@pytest.mark.parametrize("transport", ["tcp", "fake"])
+async def test_where_secrets_are_looked_at_the_bytes_are_the_same(
+    world: World, transport: str, roles: Sequence[Role]
+) -> None:
+    """The source's secret is shown and taken; with another one nothing is read, and nothing merged."""
+    async with world.session(2, 1, transport) as session:
         one = await session.reserve(LATER)
         await session.prefill(one)
         before = session.states(one)
         stranger = await session.pull(one, roles=roles, source=_forged(one))
         assert stranger.error is not None
-        assert "secret" in stranger.error.message
+        assert stranger.error.code is ErrorCode.TRANSFER_FAILED
         assert session.states(one) == before
         assert (await session.pull(one, lock=2, roles=roles)).error is None
         assert differing(session.received(one, roles), session.sent(one, roles)) == []

@@ -319,6 +319,31 @@ def test_lock_numbers_rise(world: World) -> None:
     assert error_of(world.told()) == ""
 
 
+def test_the_next_pull_may_begin_as_soon_as_the_end_of_the_last_is_told(world: World) -> None:
+    """Whoever hears of the end is not refused because the thread that told it is not done yet."""
+    told: list[str] = []
+
+    def begin_again(report: PullReport) -> None:
+        if isinstance(report, PullStopped) and report.lock == 1:
+            world.begin(lock=2)
+            told.append("begun")
+        world.reports.put(report)
+
+    world.puller = Puller(
+        rank=0,
+        clock=CLOCK,
+        emit=begin_again,
+        faults=PushFaults(
+            parse_failpoints(""),
+            FakeDataPlane(world.network, peer_id="x", incarnation="x", now=CLOCK.monotonic),
+        ),
+        shaper=LinkShaper(parse_failpoints("")),
+    )
+    world.begin(lock=1)
+    ends = [error_of(world.told()), error_of(world.told())]
+    assert (ends, told) == (["", ""], ["begun"])
+
+
 def test_threads_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards beyond the bound wait for a thread, and are read in their turn; dropping them needs none."""
     gate, entered = threading.Event(), threading.Semaphore(0)
