@@ -1,0 +1,283 @@
+"""A broker dies, another one leads: handoffs in flight go on, and what nobody goes on with is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.bus.memory import MemoryServer
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.errors import ErrorCode
+from contracts.events import EventName
+from contracts.handoff import (
+    CommitHandoff,
+    Grant,
+    HandoffList,
+    HandoffRecord,
+    HandoffState,
+    ListHandoffs,
+    PartsAnswer,
+    PrefillFinished,
+    PullHandoff,
+    ReleaseHandoff,
+    Reserved,
+    ReserveDecode,
+    RunPrefill,
+)
+from contracts.manifest import Role
+from contracts.pull import PullEnded, Transfer
+from contracts.requests import Accepted, Refused
+from contracts.subjects import WorkerVerb
+from services.broker.core.deadline_text import write_deadline
+from services.broker.core.effects import StoreRecord
+from services.broker.core.messages import first_record
+from services.broker.records import Outcome
+from tests.integration.broker_world import GRANT, HANDOFF, PREFILL, SOURCE, World, in_world, refusing
+
+OK = Accepted(handoff_id=HANDOFF)
+
+
+def left_by_another(world: World, **changes: Any) -> HandoffRecord:
+    """The first record of a handoff, as a broker that is gone wrote it."""
+    deadline_at = write_deadline(world.clock.wall_time() + 60)
+    return first_record(world.submit_request(**changes), fence=1, deadline_at=deadline_at)
+
+
+def remembers(world: World, **finished: Any) -> None:
+    """Let prefill answer `parts` from its own record, complete and finished."""
+    done = PrefillFinished(handoff_id=HANDOFF, incarnation=PREFILL.incarnation, first_token=5, **finished)
+    world.prefill.scripts[WorkerVerb.PARTS] = lambda _query: PartsAnswer(
+        handoff_id=HANDOFF, reports=world.reports(), finished=done
+    )
+
+
+async def next_broker(world: World) -> None:
+    """The broker dies without a word, and another one begins."""
+    await world.stop_broker()
+    for worker in (world.prefill, world.decode):
+        worker.heard.clear()
+    await world.start_broker()
+
+
+async def ends_well(world: World) -> None:
+    """Decode takes over and ends the request."""
+    await world.until(lambda: bool(world.decode.of(CommitHandoff)))
+    assert await world.take_over() == OK
+    assert await world.end() == OK
+    await world.until(lambda: world.broker.num_in_flight == 0)
+    assert (await world.record()).state is HandoffState.FINISHED
+    assert world.frames.empty()
+
+
+@pytest.mark.parametrize("heard", ["nothing", "the reports", "the reports and the end"])
+def test_a_handoff_goes_on_while_prefill_computes(heard: str) -> None:
+    """Whatever the dead broker had heard: grant, run and reports are asked for again, and the request ends as if nothing had been."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        assert await world.submit() == OK
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        await world.until(lambda: world.broker.handoff(HANDOFF).writing is None)  # type: ignore[union-attr]
+        if heard != "nothing":
+            await world.publish_parts(world.reports()[0])
+        if heard == "the reports and the end":
+            assert await world.finish_prefill() == OK
+        await next_broker(world)
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        assert len(world.decode.of(ReserveDecode)) == 1
+        if heard == "nothing":
+            await world.publish_parts()
+            assert await world.finish_prefill() == OK
+        else:
+            remembers(world)
+        await ends_well(world)
+        assert EventName.HANDOFF_ADOPTED in {event.event for event in await world.events()}
+
+    in_world(scenario)
+
+
+def test_a_handoff_goes_on_whose_record_is_behind() -> None:
+    """The bucket knows of nothing but the submit: decode is asked for its grant, and answers with the one that it gave."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        await world.stop_broker()
+        record = left_by_another(world)
+        bucket = await world.bus.ensure_bucket(world.broker._records._config)
+        await bucket.create(HANDOFF, encode(record))
+        remembers(world)
+        await next_broker(world)
+        await ends_well(world)
+
+    in_world(scenario)
+
+
+def test_a_pull_goes_on_under_its_lock() -> None:
+    """The broker dies while decode reads: the next one asks under the same number, and hears what the other one was told."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        world.pulls(Role.CONV, Role.SSM)
+        assert await world.submit() == OK
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        await world.publish_parts()
+        assert await world.finish_prefill() == OK
+        await world.until(lambda: bool(world.decode.of(PullHandoff)))
+        await world.until(lambda: world.broker.handoff(HANDOFF).writing is None)  # type: ignore[union-attr]
+        remembers(world, source=SOURCE)
+        ended = PullEnded(handoff_id=HANDOFF, incarnation="id", lock=1)
+        world.decode.scripts[WorkerVerb.PARTS] = lambda _query: PartsAnswer(
+            handoff_id=HANDOFF, reports=world.reports(transfer=Transfer.PULL), pull_ended=ended
+        )
+        await next_broker(world)
+        await world.until(lambda: bool(world.decode.of(PullHandoff)))
+        (pull,) = world.decode.of(PullHandoff)
+        assert (pull.lock, pull.source) == (1, SOURCE)
+        await ends_well(world)
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("forgot", ["decode", "prefill"])
+def test_a_worker_that_no_longer_knows_a_handoff_fails_it(forgot: str) -> None:
+    """Another grant, or a refused run: both are released, and the router may try again."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        assert await world.submit() == OK
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        await world.until(lambda: world.broker.handoff(HANDOFF).writing is None)  # type: ignore[union-attr]
+        if forgot == "decode":
+            grant: Grant = msgspec.structs.replace(GRANT, generation=8)
+            world.decode.scripts[WorkerVerb.RESERVE] = lambda message: Reserved(
+                handoff_id=message.handoff_id, grant=grant, num_cached_tokens=0, prepare_ms=1.5
+            )
+        else:
+            world.prefill.scripts[WorkerVerb.RUN] = refusing(ErrorCode.INCARNATION_CHANGED)
+        await next_broker(world)
+        frame = await world.frames.get()
+        assert frame.error is not None
+        assert frame.error.rule.retryable
+        await world.until(lambda: world.broker.num_in_flight == 0)
+        assert world.decode.of(ReleaseHandoff)
+        assert world.prefill.of(ReleaseHandoff)
+        assert (await world.record()).state is HandoffState.FAILED
+
+    in_world(scenario)
+
+
+def test_what_a_worker_holds_for_nobody_is_taken_back() -> None:
+    """A handoff without a record, and one that is over: released by name; what is in flight is left alone."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        await world.stop_broker()
+        bucket = await world.bus.ensure_bucket(world.broker._records._config)
+        over = left_by_another(world, handoff_id="r7-0", request_id="r7")
+        over = msgspec.structs.replace(over, state=HandoffState.FINISHED, num_tokens=12)
+        for record in (over, left_by_another(world)):
+            await bucket.create(record.handoff_id, encode(record))
+        world.prefill.scripts[WorkerVerb.HANDOFFS] = lambda _message: HandoffList(
+            incarnation=PREFILL.incarnation, handoff_ids=("r7-0", "r8-0", HANDOFF)
+        )
+        await next_broker(world)
+        await world.until(lambda: len(world.prefill.of(ReleaseHandoff)) >= 2)
+        await world.clock.sleep(1.0)
+        told = {message.handoff_id: message for message in world.prefill.of(ReleaseHandoff)}
+        assert set(told) == {"r7-0", "r8-0"}
+        assert told["r7-0"].reason == "it is finished"
+        assert told["r8-0"].reason == "no broker knows of it"
+        assert all(message.tombstone_ms >= 5_000 for message in told.values())
+        assert not world.decode.of(ReleaseHandoff)
+        assert b"pdmesh_broker_orphans_released_total 2.0" in world.metrics.exposition()
+
+    in_world(scenario)
+
+
+def test_each_start_of_a_worker_is_asked_once() -> None:
+    """Signs of life go on for ever; the question is one of the term's beginning, or of the worker's."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        await world.clock.sleep(20.0)
+        assert len(world.prefill.of(ListHandoffs)) == 1
+        world.prefill.ref = msgspec.structs.replace(world.prefill.ref, incarnation="ip2")
+        await world.clock.sleep(20.0)
+        assert len(world.prefill.of(ListHandoffs)) == 2
+
+    in_world(scenario)
+
+
+def test_a_later_attempt_ends_the_one_before() -> None:
+    """The router has given it up: its workers are released, nobody computes for it, and a late submit of it is refused."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        assert await world.submit() == OK
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        second: dict[str, Any] = {"handoff_id": "r1-1", "attempt": 1}
+        assert await world.submit(**second) == Accepted(handoff_id="r1-1")
+        await world.until(lambda: len(world.decode.of(ReleaseHandoff)) == 1)
+        (release,) = world.decode.of(ReleaseHandoff)
+        assert (release.handoff_id, release.reason) == (HANDOFF, "r1-1 has taken its place")
+        assert (await world.record()).state is HandoffState.CANCELLED
+        later = world.broker.handoff("r1-1")
+        assert later is not None
+        assert not later.terminal
+        third: dict[str, Any] = {"handoff_id": "r1-2", "attempt": 2}
+        assert await world.submit(**third) == Accepted(handoff_id="r1-2")
+        await world.clock.sleep(2.0)
+        answer = await world.submit(**second)
+        assert answer == Accepted(handoff_id="r1-1")  # delivery, once more
+        await world.clock.sleep(5.0)
+        assert world.broker.handoff("r1-1") is None
+        answer = await world.submit(**second)
+        assert isinstance(answer, Refused)
+        assert answer.error.code is ErrorCode.CANCELLED
+
+    in_world(scenario, keep_ended_s=3.0)
+
+
+def test_two_attempts_that_a_broker_finds_are_one_request() -> None:
+    """Both records were left: the later attempt goes on, whichever is read first."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        await world.stop_broker()
+        bucket = await world.bus.ensure_bucket(world.broker._records._config)
+        for attempt in (1, 0):
+            record = left_by_another(world, handoff_id=f"r1-{attempt}", attempt=attempt)
+            await bucket.create(record.handoff_id, encode(record))
+        await next_broker(world)
+        await world.until(lambda: any(message.handoff_id == HANDOFF for message in world.decode.of(ReleaseHandoff)))
+        later = world.broker.handoff("r1-1")
+        assert later is not None
+        assert not later.terminal
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("told", ["takeover", "end"])
+def test_what_a_worker_was_thanked_for_outlives_the_broker(told: str) -> None:
+    """The answer to a takeover or an end comes after the record: the next broker need not be told again."""
+
+    async def scenario(world: World, server: MemoryServer) -> None:
+        assert await world.submit() == OK
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        await world.publish_parts()
+        assert await world.finish_prefill() == OK
+        await world.until(lambda: bool(world.decode.of(CommitHandoff)))
+        store, may_write = world.broker._records.store, asyncio.Event()
+
+        async def later(effect: StoreRecord) -> Outcome:
+            await may_write.wait()
+            return await store(effect)
+
+        world.broker._records.store = later  # type: ignore[method-assign]  # a bucket that takes its time
+        answer = world.group.create_task(world.take_over() if told == "takeover" else world.end())
+        await world.clock.sleep(1.0)
+        assert not answer.done()
+        may_write.set()
+        assert await answer == OK
+        entry = server.buckets[subjects.HANDOFFS_BUCKET].last(HANDOFF)
+        assert entry is not None
+        expected = HandoffState.DECODING if told == "takeover" else HandoffState.FINISHED
+        assert decode(entry.value, HandoffRecord).state is expected
+
+    in_world(scenario)
