@@ -23,6 +23,7 @@ from services.launcher.plan import MeshPlan, make_plan
 from services.launcher.ports import free_ports
 from services.launcher.settings import settings_structs
 from services.launcher.show import follow_events, show_links, show_settings, show_timeline
+from services.launcher.show_handoff import show_handoff
 from services.launcher.up import Up
 
 EXIT_CLEAN: Final = 0
@@ -46,7 +47,7 @@ def run(argv: Sequence[str] | None = None) -> int:
                 return _demo(arguments, console)
             case "settings":
                 return show_settings(arguments.role, console)
-            case "timeline" | "events" | "links" | "set":
+            case "timeline" | "handoff" | "events" | "links" | "set":
                 return asyncio.run(_inspect(arguments, console))
             case unknown:
                 assert_never(unknown)
@@ -100,6 +101,8 @@ async def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     async def use(bus: Bus) -> int:
         if arguments.command == "timeline":
             return await show_timeline(bus, arguments.name, console)
+        if arguments.command == "handoff":
+            return await show_handoff(bus, arguments.name, console)
         if arguments.command == "set":
             return await change_setting(bus, arguments.worker, arguments.setting, console)
         if arguments.command == "links":

@@ -53,6 +53,8 @@ def parser() -> argparse.ArgumentParser:
     _add_mesh(demo)
     timeline = commands.add_parser("timeline", help="show how a request went, from the event stream alone")
     timeline.add_argument("name", metavar="ID", help="of a completion (cmpl-...), a request or a handoff")
+    handoff = commands.add_parser("handoff", help="show who owns what of a handoff now, and what has not arrived")
+    handoff.add_argument("name", metavar="ID", help="of a completion (cmpl-...), a request or a handoff")
     events = commands.add_parser("events", help="follow what happens to handoffs and links")
     events.add_argument("--all", action="store_true", help="first show what the stream has kept")
     links = commands.add_parser("links", help="show how prefill and decode workers stand with each other, and why")
@@ -65,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     settings.add_argument(
         "role", nargs="?", choices=ROLES, metavar="ROLE", help=f"one of {', '.join(ROLES)}; all without it"
     )
-    for each in (timeline, events, links, change):
+    for each in (timeline, handoff, events, links, change):
         each.add_argument(
             "--nats", metavar="URL", help="the NATS server (default: PD_NATS_URL, or the local port 4222)"
         )
