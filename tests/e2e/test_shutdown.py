@@ -17,7 +17,8 @@ from tests.e2e.service_processes import Services, running_services
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NUM_TOKENS = 400
+LONG, SHORT = 400, 20
+"""Tokens of the stream that is under way when the service is told to end, and of the one that the next life serves."""
 
 
 def _entries(folder: Path) -> set[str]:
@@ -31,13 +32,13 @@ async def services(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Se
         yield services
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, began: asyncio.Event) -> int:
-    """Read one long stream to its end; the number of its tokens."""
+async def _stream(session: aiohttp.ClientSession, url: str, num_tokens: int, began: asyncio.Event) -> int:
+    """Read one stream to its end; the number of its tokens."""
     prompt = [60 + number % 900 for number in range(500)]
     body: dict[str, Any] = {
         "model": "tiny",
         "prompt": prompt,
-        "max_tokens": NUM_TOKENS,
+        "max_tokens": num_tokens,
         "ignore_eos": True,
         "stream": True,
     }
@@ -63,14 +64,13 @@ async def test_a_terminated_service_finishes_its_work_and_leaves_nothing(service
         sockets = services.directory / "s"
         before = _entries(sockets)
         began = asyncio.Event()
-        stream = asyncio.get_running_loop().create_task(_stream(session, services.url, began))
+        stream = asyncio.get_running_loop().create_task(_stream(session, services.url, LONG, began))
         async with asyncio.timeout(DEADLINE_S):
             await began.wait()
         status, left = await services.terminate(name)
-        assert await stream == NUM_TOKENS
+        assert await stream == LONG
         assert (status, left) == (0, [])
         assert not {entry for entry in before & _entries(sockets) if name in entry}
         await services.start(name)
         await services.ready(session)
-        began.clear()
-        assert await _stream(session, services.url, began) == NUM_TOKENS
+        assert await _stream(session, services.url, SHORT, asyncio.Event()) == SHORT
