@@ -341,7 +341,7 @@ class WorkerService(ABC):
 
     async def _handoffs_asked(self, data: bytes) -> msgspec.Struct:
         fence = decode(data, ListHandoffs).fence
-        if not self.table.admits_fence(fence):
+        if self.table.is_deposed(fence):
             raise RefusedError(NO_HANDOFF, ErrorCode.STALE_FENCE, f"fence: {fence} is below the highest one seen")
         return HandoffList(incarnation=self.incarnation, handoff_ids=tuple(sorted(self.held_handoffs())))
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 from msgspec.structs import replace
 
-from common.bus.storage import LEASES_CONFIG, LINKS_CONFIG, WORKERS_CONFIG, handoffs_config
+from common.bus.storage import LEASES_CONFIG, LINKS_CONFIG, ROUTERS_CONFIG, WORKERS_CONFIG, handoffs_config
 from common.schemas.asyncapi import address
 from contracts import subjects
 from contracts.codec import decode, encode
@@ -38,6 +38,7 @@ KEPT: Final = [each for each in OPERATIONS if each.receivers and each.key]
 BUCKETS: Final = {
     "workers": WORKERS_CONFIG,
     "links": LINKS_CONFIG,
+    "routers": ROUTERS_CONFIG,
     "who leads": LEASES_CONFIG,
     "handoff state": handoffs_config(BrokerSettings().record_ttl_s),
 }
@@ -139,6 +140,7 @@ async def test_records_of_a_stranger_are_passed_over(tmp_path: Path, network: st
         keys = {
             "workers": ("stranger-0", "decode-0"),
             "links": ("x.y", "prefill-0.decode-0"),
+            "routers": ("stranger-0", "router-0"),
             "handoff state": ("x-0",),
             "who leads": ("broker.9",),
         }
@@ -150,7 +152,7 @@ async def test_records_of_a_stranger_are_passed_over(tmp_path: Path, network: st
                 bucket = await mesh.stranger.bus.ensure_bucket(BUCKETS[operation.row])
                 for key in keys[operation.row]:
                     for payload in payloads(operation.messages[0], by_field=network == "memory"):
-                        ours = key in {"decode-0", "prefill-0.decode-0"}
+                        ours = key in {"decode-0", "prefill-0.decode-0", "router-0"}
                         if len(payload.data) <= 100_000 and not (ours and payload.refusal is None):
                             await bucket.put(key, payload.data)
                             sent += 1
@@ -161,6 +163,8 @@ async def test_records_of_a_stranger_are_passed_over(tmp_path: Path, network: st
         assert sent > 50
         for receiver in (Service.ROUTER, Service.BROKER, Service.PREFILL):
             assert mesh.counted(receiver, "messages_refused_total", row="workers") > 0
+        for receiver in (Service.PREFILL, Service.DECODE, Service.MIXED):
+            assert mesh.counted(receiver, "messages_refused_total", row="routers") > 0
         async with mesh.session.get(f"{mesh.url}/ready") as response:
             assert response.status == 200, await response.text()
         await mesh.settled()

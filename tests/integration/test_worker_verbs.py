@@ -103,7 +103,8 @@ def test_a_new_broker_hears_which_handoffs_a_worker_holds() -> None:
         assert await held("prefill") == HandoffList(incarnation="i-prefill-0", handoff_ids=())
         await mesh.run(reserved)
         assert await held("prefill", 2) == HandoffList(incarnation="i-prefill-0", handoff_ids=(HANDOFF,))
-        assert (await held("prefill", 1)).error.code is ErrorCode.STALE_FENCE
+        assert await held("prefill", 1) == HandoffList(incarnation="i-prefill-0", handoff_ids=(HANDOFF,))
+        assert (await held("prefill", 0)).error.code is ErrorCode.STALE_FENCE
         for role in ("prefill", "decode"):
             await mesh.release(role, f"{role}-0")
             assert (await held(role, 3)).handoff_ids == ()

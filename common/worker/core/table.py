@@ -68,6 +68,10 @@ class HandoffTable:
         for handoff_id in [key for key, until in self._tombstones.items() if until <= now]:
             del self._tombstones[handoff_id]
 
+    def is_deposed(self, fence: int) -> bool:
+        """Whether a higher fence has been seen. Unlike a command, a question raises none: it is no proof of leadership."""
+        return fence < self._highest_fence
+
     def admits_fence(self, fence: int) -> bool:
         """Whether a command of this fence may be obeyed; a lower one than the highest seen comes from a deposed broker."""
         self._highest_fence = max(self._highest_fence, fence)
