@@ -26,7 +26,7 @@ from contracts.rank import BindSequence, PullShards, RoleMerged, StepItem, StepP
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerDescription
 from tests.integration.cache_bytes import Memories, differing
-from tests.integration.engine_world import binding, engine, starts
+from tests.integration.engine_world import binding, engine, starts, thread_launcher
 from tests.integration.handoff_pairs import Worker, start_worker
 from tests.integration.pull_session import EVERYTHING, NUM_ROWS, STATES, PullSession
 
@@ -309,6 +309,47 @@ async def test_rank_processes_pull_everything(reference: Any, tmp_path: Path, tr
             tokens += [each.token_id for each in (await decode.step(StepPlan(step=step, items=(item,)))).tokens]
         assert tuple(tokens) == prompt.output_ids[:16]
         assert await decode.release((1,), 90, 1000) == frozenset()
+
+
+async def test_a_pull_reads_from_the_replica_that_its_grant_names(reference: Any, tmp_path: Path) -> None:
+    """Two replicas hold different prompts in the same blocks and slot: each is pulled by its number, and decoded."""
+    block_ids, prompts = tuple(range(28)), reference.prompts[:2]
+    async with AsyncExitStack() as stack:
+        ranks: list[WorkerDescription] = []
+        for dp_rank, prompt in enumerate(prompts):
+            messages = starts(reference.folder, tmp_path, 1, worker_id="p", dp=2, dp_rank=dp_rank)
+            group, info = await stack.enter_async_context(engine(messages, thread_launcher(1)))
+            (rank,) = info.ranks
+            ranks.append(
+                WorkerDescription(
+                    worker_id="p", incarnation="i1", num_ranks=2, manifest=rank.manifest, region=rank.region
+                )
+            )
+            length = len(prompt.token_ids)
+            await group.bind(binding(0, length, block_ids=block_ids, generation=7))
+            item = StepItem(seq=0, start=0, num_tokens=length, token_ids=prompt.token_ids, sample=True, last_chunk=True)
+            await group.step(StepPlan(step=0, items=(item,)))
+        messages = starts(reference.folder, tmp_path, 1, worker_id="d", num_staging_rows=2)
+        decode, _ = await stack.enter_async_context(engine(messages, thread_launcher(1)))
+        await decode.link_source(WorkerRef(worker_id="p", incarnation="i1"), tuple(ranks))
+        for dp_rank, prompt in enumerate(prompts):
+            length = len(prompt.token_ids)
+            await decode.bind(binding(dp_rank, length, staging_row=dp_rank))
+            grant = Grant(worker_id="p", incarnation="i1", dp_rank=dp_rank, generation=7, block_ids=block_ids, slot=0)
+            command = PullShards(
+                seq=dp_rank,
+                lock=1,
+                source=grant,
+                roles=EVERYTHING,
+                num_cached_tokens=0,
+                parallel=True,
+                timeout_ms=30_000,
+            )
+            assert (await decode.pull(command, lambda _: None)).error is None
+            given = (prompt.output_ids[0],)
+            item = StepItem(seq=dp_rank, start=length, num_tokens=1, token_ids=given, sample=True)
+            (token,) = (await decode.step(StepPlan(step=dp_rank, items=(item,)))).tokens
+            assert token.token_id == prompt.output_ids[1]
 
 
 async def test_a_staging_row_is_needed_for_states_alone(reference: Any, tmp_path: Path) -> None:
