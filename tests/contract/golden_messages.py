@@ -12,7 +12,8 @@ import msgspec
 
 from contracts import codec, events, handoff, leases, links, pull, rank, requests, routers, show, workers
 from contracts.codec import Versioned
-from tests.contract.golden_samples import BUS_MESSAGES, RANK_MESSAGES
+from tests.contract.golden_rank_samples import RANK_MESSAGES
+from tests.contract.golden_samples import BUS_MESSAGES
 
 FOLDER: Final = Path(__file__).parent / "golden"
 MODULES: Final = (events, handoff, leases, links, pull, requests, routers, show, workers)

@@ -11,7 +11,8 @@ from contracts import codec, rank
 from contracts.codec import SCHEMA_VERSION, Versioned
 from contracts.errors import CodecError
 from tests.contract.golden_messages import FOLDER, bus_kinds, files, rank_kinds, tag_of
-from tests.contract.golden_samples import BUS_MESSAGES, RANK_MESSAGES
+from tests.contract.golden_rank_samples import RANK_MESSAGES
+from tests.contract.golden_samples import BUS_MESSAGES
 
 BUS = pytest.mark.parametrize("message", BUS_MESSAGES, ids=tag_of)
 RANKS = pytest.mark.parametrize("message", RANK_MESSAGES, ids=tag_of)

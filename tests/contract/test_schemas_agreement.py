@@ -16,7 +16,8 @@ from contracts.codec import SCHEMA_VERSION, Versioned
 from contracts.errors import CodecError
 from tests.contract.golden_messages import FOLDER
 from tests.contract.golden_messages import tag_of as tag_of_message
-from tests.contract.golden_samples import BUS_MESSAGES, RANK_MESSAGES
+from tests.contract.golden_rank_samples import RANK_MESSAGES
+from tests.contract.golden_samples import BUS_MESSAGES
 
 BUS = {tag: Draft202012Validator(schema) for tag, schema in bus_schemas().items()}
 RANKS = {tag: Draft202012Validator(schema) for tag, schema in rank_schemas().items()}
