@@ -20,6 +20,7 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True):
 _BROKER: Final = ("tests/unit/test_broker_handoff_steps.py", "tests/property/test_broker_core_explored.py")
 _LEDGER: Final = ("tests/unit/test_broker_ledger.py", "tests/property/test_broker_ledger_tiles.py")
 _WORKER: Final = ("tests/integration/test_worker_handoff.py",)
+_PULLER: Final = ("tests/unit/test_engine_puller.py",)
 _PULL: Final = ("tests/integration/test_worker_pull.py",)
 _GRANTS: Final = ("tests/unit/test_worker_grant_checks.py",)
 _ORDER: Final = ("tests/unit/test_router_token_order.py", "tests/property/test_router_token_order_shuffles.py")
@@ -122,6 +123,27 @@ MUTANTS: Final = (
         before="self._tokens.extend(token_ids[len(known) :])",
         after="self._tokens.extend(token_ids)",
         tests=_ORDER,
+    ),
+    Mutant(
+        name="merge although a shard failed",
+        file="common/engine/puller.py",
+        before="            if error is None:\n                error = self._merge(pull)",
+        after="            error = self._merge(pull) or error",
+        tests=_PULLER,
+    ),
+    Mutant(
+        name="give memory back that is still being read into",
+        file="common/engine/puller.py",
+        before="            if not self._changed.wait_for(lambda: pull.is_over, remaining):\n                return False\n",
+        after="",
+        tests=_PULLER,
+    ),
+    Mutant(
+        name="let two sequences have one staging row",
+        file="common/engine/rank.py",
+        before="if binding.staging_row is not None and other.binding.staging_row == binding.staging_row:",
+        after="if False:",
+        tests=("tests/integration/test_engine_pull.py",),
     ),
     Mutant(
         name="take over what was not pulled",
