@@ -18,7 +18,7 @@ from common.bus.errors import BusError
 from common.bus.faults import SeededFaults
 from common.bus.memory import MemoryServer
 from common.bus.port import Bus, Subscription
-from common.bus.storage import LINKS_CONFIG
+from common.bus.storage import LINKS_CONFIG, handoffs_config
 from common.engine.fake import FakeEngine, fake_token
 from common.runtime.metrics import Metrics
 from common.runtime.offload import inline
@@ -29,7 +29,7 @@ from common.worker.service import WorkerParts, WorkerService
 from common.worker.settings import EngineKind, PulledRoles, WorkerSettings
 from contracts import ids, subjects
 from contracts.codec import decode, encode
-from contracts.handoff import HandoffState
+from contracts.handoff import HandoffRecord, HandoffState
 from contracts.links import LinkRecord, LinkState
 from contracts.pull import Transfer
 from contracts.requests import (
@@ -77,6 +77,7 @@ class Mesh:
         self.services: list[WorkerService] = []
         self.frames: dict[str, list[TokenFrame]] = {}
         self.broker: Broker
+        self.fence = 0
 
     async def open(self) -> None:
         """Start everybody and wait for the link."""
@@ -84,21 +85,39 @@ class Mesh:
         self.group.create_task(self._read(tokens))
         for kind, tp in ((PrefillService, 2), (DecodeService, 1), (MixedService, 1)):
             await self._add(kind, tp, self.dp.get(kind, 1))
-        self.broker, _ = await open_broker(
-            BrokerSettings(call_timeout_s=0.3),
-            bus=self.server.connect(),
-            clock=self.clock,
-            log=structlog.get_logger(),
-            metrics=Metrics(),
-            group=self.group,
-            offload=inline,
-        )
+        await self.start_broker()
         bucket = await self.bus.ensure_bucket(LINKS_CONFIG)
         while True:
             entry = await bucket.get(subjects.link_key("prefill-0", "decode-0"))
             if entry is not None and decode(entry.value, LinkRecord).state is LinkState.LINKED:
                 return
             await self.clock.sleep(0.1)
+
+    async def start_broker(self) -> None:
+        """Begin a term, with the next fence."""
+        self.fence += 1
+        begun = asyncio.Event()
+        self._term = self.group.create_task(self._lead(begun), name=f"term-{self.fence}")
+        await begun.wait()
+
+    async def kill_broker(self) -> None:
+        """It dies with everything that it had under way."""
+        self._term.cancel()
+        await asyncio.wait([self._term])
+
+    async def _lead(self, begun: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            self.broker, _ = await open_broker(
+                BrokerSettings(call_timeout_s=0.3),
+                bus=self.server.connect(),
+                clock=self.clock,
+                log=structlog.get_logger(),
+                metrics=Metrics(),
+                group=group,
+                fence=self.fence,
+                offload=inline,
+            )
+            begun.set()
 
     async def _add(self, kind: type[WorkerService], tp: int, dp: int) -> None:
         worker_id = f"{kind.role}-0"
@@ -202,6 +221,15 @@ class Mesh:
             cancel = CancelRequest(handoff_id=handoff, reason="the client left")
             assert isinstance(await self.ask(subjects.broker_rpc(BrokerVerb.CANCEL), encode(cancel)), Accepted)
 
+    def assert_empty(self) -> None:
+        """All memory is back where it was."""
+        for service in self.services:
+            service.replicas.check_integrity()
+            assert service.replicas.load.num_free_blocks == service.settings.dp * service.settings.num_blocks
+            free_slots = sum(replica.pool.num_free_slots for replica in service.replicas)
+            assert free_slots == service.settings.dp * service.settings.num_slots
+            assert len(service.table) == 0
+
     def text(self, handoff_id: str) -> list[int]:
         """What a router makes of the frames: repeats dropped, order restored."""
         at = {frame.index + n: token for frame in self.frames[handoff_id] for n, token in enumerate(frame.token_ids)}
@@ -256,14 +284,41 @@ def test_every_handoff_ends_and_all_memory_comes_back(seed: int, decode: dict[st
         assert HandoffState.FINISHED in states
         assert HandoffState.CANCELLED in states
         await mesh.clock.sleep(1.0)
-        for service in mesh.services:
-            service.replicas.check_integrity()
-            assert service.replicas.load.num_free_blocks == service.settings.dp * service.settings.num_blocks
-            free_slots = sum(replica.pool.num_free_slots for replica in service.replicas)
-            assert free_slots == service.settings.dp * service.settings.num_slots
-            assert len(service.table) == 0
+        mesh.assert_empty()
 
     _run(scenario, {PrefillService: 1 + seed % 2, DecodeService: 1 + seed // 2 % 2}, decode)
+
+
+@pytest.mark.parametrize(("seed", "transfer"), [(0, PUSH), (1, PUSH), (2, STATES), (3, ALL)], ids=str)
+def test_every_handoff_goes_on_when_its_broker_dies(seed: int, transfer: dict[str, Any]) -> None:
+    """Five brokers die under thirty requests, at whatever moment: each request ends with all of its tokens, in its first attempt."""
+    rng = random.Random(seed)
+
+    async def scenario(mesh: Mesh) -> None:
+        async with asyncio.TaskGroup() as requests:
+            for number in range(1, 31):
+                requests.create_task(mesh.serve(number, mixed=number % 5 == 0, cancel_after=None))
+            for _ in range(5):
+                await mesh.clock.sleep(rng.uniform(0.0, 0.15))
+                await mesh.kill_broker()
+                await mesh.clock.sleep(rng.uniform(0.0, 0.05))
+                await mesh.start_broker()
+        while mesh.broker.num_in_flight:
+            await mesh.clock.sleep(0.1)
+        bucket = await mesh.bus.ensure_bucket(handoffs_config(BrokerSettings().record_ttl_s))
+        for number in range(1, 31):
+            handoff_id = ids.handoff_id(ids.request_id(number.to_bytes(10, "big")), 0)
+            entry = await bucket.get(handoff_id)
+            assert entry is not None
+            record = decode(entry.value, HandoffRecord)
+            assert (record.state, record.error) == (HandoffState.FINISHED, None)
+            start = record.num_prompt_tokens
+            expected = [fake_token(number, position) for position in range(start, start + NUM_OUTPUT_TOKENS)]
+            assert mesh.text(handoff_id) == expected
+        await mesh.clock.sleep(1.0)
+        mesh.assert_empty()
+
+    _run(scenario, {PrefillService: 1 + seed % 2, DecodeService: 1 + seed // 2 % 2}, transfer)
 
 
 def _run(

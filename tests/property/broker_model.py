@@ -466,6 +466,20 @@ def pulling_badly(effect: fx.Effect) -> tuple[ev.Event, ...]:
             return pulling(effect)
 
 
+def through(effect: fx.Effect) -> tuple[ev.Event, ...]:
+    """A decode worker that has ended a request whose commit it is asked for again."""
+    answers = unasked(effect)
+    if isinstance(effect, fx.AskCommit) and effect.message.fence > 1:
+        gone = ErrorInfo(code=ErrorCode.CANCELLED, message="released already")
+        return (*answers, ev.AskRefused(at_ns=0, ask=ev.Ask.COMMIT, error=gone))
+    return answers
+
+
+def committed(world: World) -> bool:
+    """A broker may crash once the bucket says that decode has the request."""
+    return world.key is not None and world.key[0].state is HandoffState.COMMITTED
+
+
 def verifying(effect: fx.Effect) -> tuple[ev.Event, ...]:
     """A decode worker that wants digests, and a prefill worker that brings them, or no longer knows them."""
     match effect:

@@ -20,6 +20,7 @@ from tests.property.broker_model import (
     MIXED,
     PREFILL,
     anywhere,
+    committed,
     explore,
     honest,
     pull_over,
@@ -28,6 +29,7 @@ from tests.property.broker_model import (
     refusing,
     short,
     start,
+    through,
     unasked,
     under_the_lock,
     verifying,
@@ -104,6 +106,13 @@ def test_every_order_around_a_crash_of_the_broker() -> None:
     found = explore(start(unasked, ()), unasked, crashes=anywhere, limit=40_000)
     assert found.ends == {HandoffState.FINISHED}
     assert {before for before, _ in found.ends_after_crash} >= CRASHES
+
+
+def test_every_order_around_a_crash_behind_the_commit() -> None:
+    """Decode may be through with a request when the next broker asks it to begin: no answer that is whole is called cancelled."""
+    found = explore(start(through, ()), through, crashes=committed, limit=40_000)
+    ends = {end for before, end in found.ends_after_crash if before is HandoffState.COMMITTED}
+    assert ends == {HandoffState.FINISHED}
 
 
 def test_every_order_around_a_crash_under_the_lock() -> None:

@@ -7,10 +7,19 @@ import pytest
 
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
-from contracts.handoff import CommitHandoff, Grant, HandoffState, PartDigest, PrefillFinished, RunPrefill, TakenOver
+from contracts.handoff import (
+    CommitHandoff,
+    Grant,
+    HandoffState,
+    PartDigest,
+    PrefillFinished,
+    RequestEnded,
+    RunPrefill,
+    TakenOver,
+)
 from contracts.manifest import Namespace, Role
 from contracts.pull import PullEnded, RequestLock, Transfer
-from contracts.requests import MixedRoute, WorkerRef
+from contracts.requests import FinishReason, MixedRoute, WorkerRef
 from contracts.workers import WorkerRole
 from services.broker.core import effects as fx
 from services.broker.core import events as ev
@@ -200,6 +209,22 @@ def test_a_takeover_that_comes_while_digests_are_awaited_needs_no_commit() -> No
     assert [release.role for release in of(effects, fx.AskRelease)] == [WorkerRole.PREFILL]
     _, effects = finished(handoff, digests=(DIGEST,))
     assert not of(effects, fx.AskCommit)
+
+
+@pytest.mark.parametrize("ask", [ev.Ask.COMMIT, ev.Ask.RUN])
+def test_a_worker_that_is_through_with_it_is_listened_to(ask: ev.Ask) -> None:
+    """It took over and ended for the broker before, and refuses to begin again: its word of the end is on its way."""
+    route = MixedRoute(mixed=WorkerRef(worker_id="m0", incarnation="im"))
+    handoff, _ = (
+        adopted(HandoffState.COMMITTED) if ask is ev.Ask.COMMIT else adopted(HandoffState.RESERVING, route=route)
+    )
+    error = ErrorInfo(code=ErrorCode.CANCELLED, message="r1-0 has been released already")
+    assert step(handoff, ev.AskRefused(at_ns=2 * SECOND, ask=ask, error=error)) == (handoff, ())
+    incarnation = "id" if ask is ev.Ask.COMMIT else "im"
+    ended = RequestEnded(handoff_id="r1-0", incarnation=incarnation, num_tokens=8, finish_reason=FinishReason.LENGTH)
+    handoff, _ = step(handoff, ev.WorkerEnded(at_ns=2 * SECOND, message=ended))
+    assert handoff.verdict is not None
+    assert (handoff.verdict.state, handoff.verdict.num_tokens) == (HandoffState.FINISHED, 8)
 
 
 def test_a_decoding_record_is_waited_for() -> None:

@@ -46,13 +46,15 @@ def adopted(event: Adopted, policy: Policy) -> Turn:
     match record.state:
         case HandoffState.RESERVING | HandoffState.PREFILLING:
             if isinstance(record.route, MixedRoute):
+                turn.set(may_be_over=True)
                 turn.ask_run(WorkerRole.MIXED)
             else:
                 turn.effects.append(AskPlan(route=record.route))
         case HandoffState.COMMITTED if record.verify:
-            turn.set(commit_asked=True, digests_awaited=True)  # it may have been asked before
+            turn.set(commit_asked=True, digests_awaited=True, may_be_over=True)
             turn.ask_parts(WorkerRole.PREFILL)
         case HandoffState.COMMITTED:
+            turn.set(may_be_over=True)
             turn.ask_commit()
         case _:
             turn.set(run_accepted=True, commit_asked=True, commit_accepted=True, taken_over=True)

@@ -243,6 +243,8 @@ def refused(turn: Turn, ask: Ask, error: ErrorInfo) -> None:
             outstanding = handoff.commit_asked and not handoff.commit_accepted and not handoff.taken_over
         case _:
             assert_never(ask)
+    if handoff.may_be_over and error.code is ErrorCode.CANCELLED:
+        return  # it knows of no such handoff any more; what it said when it ended is delivered until it is written down
     if outstanding:
         turn.fail(error)
 
