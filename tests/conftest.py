@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -21,7 +21,7 @@ FIRST: Final = ("e2e", "integration", "property", "contract")
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config) -> LoadScopeScheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Give whole files to processes, and the files of `SHARED` together, in the order of the collection."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
@@ -35,7 +35,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config) -> LoadScopeScheduling:
             return scopes[file]
 
     config.option.loadscopereorder = False
-    return ByFile(config)
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -46,9 +46,9 @@ async def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[P
         yield probe
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Probe]:
-    """Prefill on four ranks, decode in two replicas of two ranks each."""
+    """Prefill on four ranks, decode in two replicas of two ranks each. One file's: a mesh that only stands by costs the others time."""
     spec = MeshSpec(mode="P4/D2x2", model=MODEL, workers=(("prefill", "tp=4"), ("decode", "tp=2,dp=2")))
     async for probe in _running(spec, tmp_path_factory.mktemp("wide")):
         yield probe
@@ -61,9 +61,9 @@ async def planted_shm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
         yield mesh
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def planted_tcp(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PlantedMesh]:
-    """The same over tcp."""
+    """The same over tcp, for one file."""
     async with planted_mesh(tmp_path_factory.mktemp("planted-tcp"), "tcp") as mesh:
         yield mesh
 
