@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class PushFaults:
-    """The failpoints of one rank, true if any of them touches bytes. `from_zeros` is for its pusher thread alone."""
+    """The failpoints of one rank, true if any of them touches bytes. Several lanes of its pusher use it at once."""
 
     def __init__(self, failpoints: Failpoints, data_plane: DataPlane) -> None:
         self._points: Final = failpoints
         self._data_plane = data_plane
-        self._zeros: Region | None = None
+        self._zeros: list[Region] = []
+        self._guard = threading.Lock()
         self._touches_bytes = any(point.action is not Action.LINK for point in failpoints.points)
 
     def __bool__(self) -> bool:
@@ -66,11 +68,13 @@ class PushFaults:
     def from_zeros(self, runs: Sequence[Run]) -> tuple[tuple[Run, ...], Region]:
         """The same destinations with zeros as their source, and the region that the zeros are in."""
         needed = max(run.length for run in runs)
-        if self._zeros is None or self._zeros.descriptor.length < needed:
-            if self._zeros is not None:
-                self._zeros.close()
-            self._zeros = self._data_plane.allocate(needed, 1)
-        return tuple(msgspec.structs.replace(run, local_offset=0, local_stride=0) for run in runs), self._zeros
+        with self._guard:
+            if not self._zeros or self._zeros[-1].descriptor.length < needed:
+                self._zeros.append(
+                    self._data_plane.allocate(needed, 1)
+                )  # another lane may still send from the last one
+            zeros = self._zeros[-1]
+        return tuple(msgspec.structs.replace(run, local_offset=0, local_stride=0) for run in runs), zeros
 
     def _is_zeroed(self, part: PlannedPart, block: int | None) -> bool:
         """Whether the request's block (None: a state) arrives as zeros."""

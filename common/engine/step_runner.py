@@ -11,7 +11,8 @@ import torch
 from common.engine.collectives.port import CollectiveAbortedError, Collectives
 from common.engine.model import SAMPLING_RANK, Model
 from common.engine.peers import Peer
-from common.engine.pusher import Pusher, PushTask
+from common.engine.push_lane import PushTask
+from common.engine.pusher import Pusher
 from common.engine.sampler import Draw, Sampler
 from common.engine.step_buffers import StepBuffers, StepSequence
 from common.layout.bind import TokenChunk
