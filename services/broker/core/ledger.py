@@ -72,9 +72,16 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             pulled=frozenset(pulled),
         )
         debts: dict[Source, list[tuple[PartName, Ranges]]] = {}
+        owed: dict[
+            tuple[object, ...], Ranges
+        ] = {}  # of all layers and ranks alike: most plans have two or three of these
         for part in ledger.planned:
             name = (part.namespace, part.role, part.layer, part.dst_rank)
-            debts.setdefault(ledger.source_of(part), []).append((name, ledger.owed(part)))
+            kind = (part.namespace, part.role, part.modulus, part.residue)
+            ranges = owed.get(kind)
+            if ranges is None:
+                ranges = owed[kind] = ledger.owed(part)
+            debts.setdefault(ledger.source_of(part), []).append((name, ranges))
         return msgspec.structs.replace(
             ledger,
             debts=tuple((source, tuple(debt)) for source, debt in sorted(debts.items())),
@@ -172,20 +179,19 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         before = self.report_of(source)
         if before is not None and report.revision <= before.revision:
             return self
-        known = {} if before is None else _listed(before.parts)
-        listed = _listed(report.parts)
+        known, listed = _changed(() if before is None else before.parts, report.parts)
         closed: list[tuple[Source, PartName]] = []
         for name, ranges in listed.items():
-            if known.get(name) != ranges:  # the rest of a cumulative report has been looked at before
+            if known.get(name) != ranges:
                 if name not in owed:
                     raise LedgerError(self._why_not_owed(source, name))
-                if _grown(name, ranges, owed[name], known.get(name, ())) == owed[name]:
+                if ranges == owed[name] or _grown(name, ranges, owed[name], known.get(name, ())) == owed[name]:
                     closed.append((source, name))
-        if not known.keys() <= listed.keys():
+        if known and not known.keys() <= listed.keys():
             raise LedgerError(f"{_shown_source(source)}: revision {report.revision} takes parts back")
         kept = tuple(other for other in self.reports if (other.transfer, other.source_rank) != source)
         closed_parts = self.closed_parts.union(closed)
-        complete = bool(owed) and all((source, name) in closed_parts for name in owed)
+        complete = bool(closed) and all((source, name) in closed_parts for name in owed)
         return msgspec.structs.replace(
             self,
             reports=tuple(sorted((*kept, report), key=lambda one: (one.transfer, one.source_rank))),
@@ -253,6 +259,16 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     def num_parts(self, source: Source) -> int:
         """How many parts the plan asks of one source."""
         return next((len(debt) for one, debt in self.debts if one == source), 0)
+
+
+def _changed(before: tuple[PartDone, ...], after: tuple[PartDone, ...]) -> tuple[dict[PartName, Ranges], ...]:
+    """What two reports list differently: behind what a cumulative one repeats word by word, each part once."""
+    num_same = 0
+    for old, new in zip(before, after, strict=False):
+        if old != new:
+            break
+        num_same += 1
+    return _listed(before[num_same:]), _listed(after[num_same:])
 
 
 def _listed(parts: Iterable[PartDone]) -> dict[PartName, Ranges]:
