@@ -18,7 +18,7 @@ from contracts.handoff import HandoffRecord
 from services.broker.core.effects import StoreRecord
 from services.broker.core.events import RecordConflict, RecordStored
 from services.broker.records import Records
-from tests.contract import golden_messages
+from tests.contract import golden_samples
 from tests.contract.bus_proxy import proxied
 from tests.contract.bus_world import PATIENCE_S, World, holds, open_nats, soon, told, unique, until
 
@@ -135,7 +135,7 @@ async def test_records_over_a_server_that_stands_still_in_mid_write(
     breakable: World, short_store_timeout: None, dies: bool
 ) -> None:
     """The broker's compare-and-set: whatever the server does meanwhile, a write lands once and is known to have landed."""
-    record: HandoffRecord = next(each for each in golden_messages.BUS_MESSAGES if isinstance(each, HandoffRecord))
+    record: HandoffRecord = next(each for each in golden_samples.BUS_MESSAGES if isinstance(each, HandoffRecord))
     async with breakable.open() as bus:
         records = Records(bus, SystemClock(), ttl_s=600.0, timeout_s=PATIENCE_S)
         await records.open()
