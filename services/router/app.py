@@ -8,21 +8,28 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from common.bus.kept_record import KeptRecord
 from common.bus.port import Bus
 from common.bus.refusals import Refusals
 from common.bus.service_bus import connect_for_life
+from common.bus.storage import ROUTERS_CONFIG
 from common.runtime.admin import AdminRoutes
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Lifecycle, Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
+from contracts.codec import encode
+from contracts.routers import RouterRecord
 from services.router.account import accounting_middleware
 from services.router.admission import Admission
 from services.router.body_reader import BodyReader
 from services.router.completing import Completer
 from services.router.core.placement import Loads
 from services.router.core.retry import RetryPolicy
+from services.router.core.retry_after import Throughput
+from services.router.core.retry_budget import RetryBudget
 from services.router.dispatch import Canceller, Dispatcher
 from services.router.endpoints import Endpoints
 from services.router.fleet import Fleet
@@ -32,6 +39,7 @@ from services.router.listener import Listener
 from services.router.metrics import RouterMetrics
 from services.router.model_directory import load_model
 from services.router.replaying import Replayer
+from services.router.retry_hint import RetryHint
 from services.router.settings import RouterSettings
 from services.router.token_inbox import TokenInbox
 from services.router.tokenizing import Tokenizing
@@ -41,6 +49,7 @@ _MAX_ACKNOWLEDGEMENTS: Final = 4096
 _STREAMS_SHARE_OF_DRAIN: Final = 0.8
 _LAST_WORDS_SHARE_OF_DRAIN: Final = 0.1
 _SHUTDOWN_TIMEOUT_S: Final = 1.0
+_INCARNATION_BYTES: Final = 8
 
 
 async def connect_and_start(
@@ -82,6 +91,13 @@ async def start(
     )
     lifecycle.on_close("tokenizing", _closing(tokenizing.close))
 
+    incarnation = entropy(_INCARNATION_BYTES).hex()
+    sign = RouterRecord(router_id=settings.router_id, incarnation=incarnation)
+    lease = KeptRecord(bus, log, ROUTERS_CONFIG, lambda: (settings.router_id, encode(sign)))
+    await lease.open()  # before any request is: what has asked for it can always be judged
+    lifecycle.on_close("lease", lease.close)
+    lifecycle.tasks.create_task(lease.run(), name="lease")
+
     refusals = Refusals(log, clock, registry)
     fleet = Fleet(bus, clock, refusals)
     inbox = TokenInbox(bus, refusals, router_id=settings.router_id, max_waiting_frames=settings.max_waiting_frames)
@@ -102,20 +118,38 @@ async def start(
     canceller = Canceller(bus, clock, log, cancels, timeout_s=settings.cancel_timeout_s)
     acknowledgements = BoundedTasks(lifecycle.tasks, name="acknowledge", limit=_MAX_ACKNOWLEDGEMENTS)
     replayer = Replayer(bus, metrics, acknowledgements)
-    admission = Admission(metrics, limit=settings.max_concurrent_requests)
+    hint = RetryHint(settings=settings, fleet=fleet, throughput=Throughput(), clock=clock)
+    admission = Admission(metrics, limit=settings.max_concurrent_requests, on_ended=hint.ended)
     generator = Generator(
         model=model.name,
         vocabulary=model.vocabulary,
+        eos_token_ids=model.eos_token_ids,
         fleet=fleet,
         inbox=inbox,
-        dispatcher=Dispatcher(bus, router_id=settings.router_id, call_timeout_s=settings.call_timeout_s),
+        dispatcher=Dispatcher(
+            bus,
+            clock,
+            router_id=settings.router_id,
+            incarnation=incarnation,
+            call_timeout_s=settings.call_timeout_s,
+            outage_patience_s=settings.outage_patience_s,
+        ),
         canceller=canceller,
         replayer=replayer,
         policy=RetryPolicy(
             max_attempts=settings.max_attempts,
+            max_failures=settings.max_failures,
+            max_preemptions=settings.max_preemptions,
             first_delay_s=settings.retry_delay_s,
             max_delay_s=settings.max_retry_delay_s,
         ),
+        budget=RetryBudget(
+            share=settings.retry_share,
+            floor_per_s=settings.retry_floor_per_s,
+            capacity=settings.retry_budget,
+            now=clock.monotonic(),
+        ),
+        reroute_wait_s=settings.reroute_wait_s,
         loads=Loads(),
         metrics=metrics,
         clock=clock,
@@ -143,7 +177,8 @@ async def start(
         admin=AdminRoutes(state=lambda: lifecycle.state, metrics=registry),
         started_at=int(clock.wall_time()),
     )
-    runner = _runner(settings, endpoints.routes(), metrics, clock, log)
+    middlewares = (accounting_middleware(metrics, clock, log), error_middleware(log, retry_after=hint.seconds))
+    runner = _runner(endpoints.routes(), middlewares, max_body_bytes=settings.max_body_bytes)
     lifecycle.on_close("http", runner.cleanup)
     lifecycle.on_close("cancels", _closing(canceller.close))
     lifecycle.on_close("acknowledgements", _closing(replayer.close))
@@ -158,16 +193,8 @@ async def start(
     return port
 
 
-def _runner(
-    settings: RouterSettings, routes: Sequence[web.RouteDef], metrics: RouterMetrics, clock: Clock, log: Log
-) -> web.AppRunner:
-    application = web.Application(
-        middlewares=[
-            accounting_middleware(metrics, clock, log),
-            error_middleware(log, retry_after_s=settings.retry_after_s),
-        ],
-        client_max_size=settings.max_body_bytes,
-    )
+def _runner(routes: Sequence[web.RouteDef], middlewares: Sequence[Middleware], *, max_body_bytes: int) -> web.AppRunner:
+    application = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
     application.add_routes(routes)
     # Off by default in production, on in aiohttp's test tools: without it nobody hears that a client has gone.
     return web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)

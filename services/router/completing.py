@@ -20,6 +20,7 @@ from services.router.core.answers import AnswerWriter
 from services.router.core.parameters import Ask, choose_max_tokens
 from services.router.core.placement import largest_sequence
 from services.router.core.prompt_frames import pack_ids, prompt_hash
+from services.router.core.remainder import Remainder
 from services.router.core.usage import UsageMeter
 from services.router.dispatch import Job
 from services.router.fleet import Fleet
@@ -134,10 +135,13 @@ class Completer:
             jobs += [
                 Job(
                     request_id=ids.request_id(self.entropy(ids.ENTROPY_BYTES)),
-                    packed=packed,
-                    digest=digest,
-                    sampling=ask.sampling(max_tokens=max_tokens, seed=seed, choice=choice),
+                    whole=Remainder(
+                        packed=packed,
+                        digest=digest,
+                        sampling=ask.sampling(max_tokens=max_tokens, seed=seed, choice=choice),
+                    ),
                     stops=ask.stops,
+                    redispatch=ask.redispatch,
                 )
                 for choice in range(ask.n)
             ]

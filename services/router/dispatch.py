@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 import msgspec
 
-from common.bus.errors import BusError, BusTimeout, BusUnavailable
+from common.bus.errors import BusError, BusTimeout, BusUnavailable, NoResponders
 from common.bus.port import Bus
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
@@ -24,41 +25,39 @@ from contracts.requests import (
     DisaggregatedRoute,
     FinishReason,
     MixedRoute,
+    PromptFrame,
     Refused,
     Route,
-    SamplingParams,
     SubmitRequest,
 )
 from contracts.subjects import BrokerVerb, WorkerVerb
 from contracts.workers import WorkerRole
 from services.router.core.placement import workers_of
 from services.router.core.prompt_frames import prompt_frames
+from services.router.core.remainder import Remainder
 
 _DELIVERIES: Final = 3
+_OUTAGE_PAUSE_S: Final = 0.1
 _CANCEL_PAUSE_S: Final = 0.1
+_MAX_UNHEARD: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request of ours: one answer to one prompt. `packed` are the prompt's ids as u32, `digest` is their hash."""
+    """One request of ours: one answer to one prompt. `redispatch` says whether it may go on elsewhere once it has begun."""
 
     request_id: str
-    packed: bytes
-    digest: str
-    sampling: SamplingParams
+    whole: Remainder
     stops: tuple[str, ...]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.packed) // 4
+    redispatch: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try to serve a job, over one route."""
+    """One try to serve what is left of a job, over one route."""
 
     job: Job
+    remainder: Remainder
     number: int
     handoff_id: str
     route: Route
@@ -77,59 +76,90 @@ class Submission(StrEnum):
 
 
 class Dispatcher:
-    """Sends attempts out. Sending the same message again is delivery, and is done here; another attempt is not."""
+    """Sends attempts out. Sending the same message again is delivery, and is done here; another attempt is not.
 
-    def __init__(self, bus: Bus, *, router_id: str, call_timeout_s: float) -> None:
+    An outage of the bus, or of the broker, is waited out for `outage_patience_s`: it says nothing of the attempt. Each delivery
+    names the time that is left then.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        *,
+        router_id: str,
+        incarnation: str,
+        call_timeout_s: float,
+        outage_patience_s: float,
+    ) -> None:
         self._bus = bus
+        self._clock = clock
         self._router_id = router_id
+        self._incarnation = incarnation
         self._call_timeout_s = call_timeout_s
+        self._outage_patience_s = outage_patience_s
 
     async def send_prompt(self, attempt: Attempt, deadline: Deadline) -> None:
-        """Hand the prompt to the worker that will compute it. Raises `PdmeshError` if it is refused or unreachable."""
+        """Hand the prompt to the worker that will compute it.
+
+        Raises `PdmeshError` if it is refused or unreachable, or if no time is left.
+        """
         match attempt.route:
             case DisaggregatedRoute(prefill=worker):
                 subject = subjects.worker_rpc(WorkerRole.PREFILL, worker.worker_id, WorkerVerb.PROMPT)
             case MixedRoute(mixed=worker):
                 subject = subjects.worker_rpc(WorkerRole.MIXED, worker.worker_id, WorkerVerb.PROMPT)
-        job = attempt.job
-        frames = prompt_frames(
-            job.packed, handoff_id=attempt.handoff_id, digest=job.digest, timeout_ms=deadline.remaining_ms
-        )
+        asked = attempt.remainder
+        frames = prompt_frames(asked.packed, handoff_id=attempt.handoff_id, digest=asked.digest, timeout_ms=0)
         for frame in frames:
-            await self._call(subject, frame, deadline)
+            await self._call(subject, frame, deadline, may_be_silent=False)
 
     async def submit(self, attempt: Attempt, deadline: Deadline) -> None:
-        """Give the request to the broker. Raises `PdmeshError` if it is refused or the broker is unreachable."""
-        job = attempt.job
+        """Give the request to the broker. Raises as `send_prompt` does."""
+        asked = attempt.remainder
         request = SubmitRequest(
             handoff_id=attempt.handoff_id,
-            request_id=job.request_id,
+            request_id=attempt.job.request_id,
             attempt=attempt.number,
             router_id=self._router_id,
+            router_incarnation=self._incarnation,
             route=attempt.route,
-            num_prompt_tokens=job.num_prompt_tokens,
-            prompt_hash=job.digest,
-            sampling=job.sampling,
-            timeout_ms=deadline.remaining_ms,
+            num_prompt_tokens=asked.num_prompt_tokens,
+            prompt_hash=asked.digest,
+            sampling=asked.sampling,
+            timeout_ms=0,
+            num_delivered_tokens=asked.num_delivered_tokens,
         )
-        await self._call(subjects.broker_rpc(BrokerVerb.SUBMIT), request, deadline)
+        await self._call(subjects.broker_rpc(BrokerVerb.SUBMIT), request, deadline, may_be_silent=True)
 
-    async def _call(self, subject: str, message: msgspec.Struct, deadline: Deadline) -> None:
-        data = encode(message)
-        for delivery in range(1, _DELIVERIES + 1):
+    async def _call(
+        self, subject: str, message: PromptFrame | SubmitRequest, deadline: Deadline, *, may_be_silent: bool
+    ) -> None:
+        """Deliver a message. `may_be_silent` says that somebody else will answer if nobody does now: the broker has successors."""
+        patience = deadline.capped(self._outage_patience_s)
+        unanswered = 0
+        while True:
+            timeout_ms = deadline.remaining_ms
+            if timeout_ms < 1:
+                text = "the request's time was over before it could be handed on"
+                raise PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED)
+            data = encode(msgspec.structs.replace(message, timeout_ms=timeout_ms))
             try:
                 reply = await self._bus.request(subject, data, timeout=min(self._call_timeout_s, deadline.remaining))
             except BusTimeout:
-                if delivery == _DELIVERIES:
+                unanswered += 1
+                if unanswered == _DELIVERIES:
                     raise
-            except BusUnavailable as error:
-                if delivery == _DELIVERIES or not error.maybe_done:
+                continue
+            except (BusUnavailable, NoResponders) as error:
+                if patience.passed or (isinstance(error, NoResponders) and not may_be_silent):
                     raise
             else:
                 answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
                 if isinstance(answer, Refused):
                     raise ExplicitRefusal(answer.error.message, code=answer.error.code, param=answer.error.param)
                 return
+            await self._clock.sleep(min(_OUTAGE_PAUSE_S, patience.remaining))
 
 
 class Canceller:
@@ -144,6 +174,7 @@ class Canceller:
         self._log = log
         self._tasks = tasks
         self._timeout_s = timeout_s
+        self._unheard: deque[str] = deque(maxlen=_MAX_UNHEARD)
         self._closed = False
 
     def close(self) -> None:
@@ -177,7 +208,14 @@ class Canceller:
                 return
             await self._clock.sleep(min(_CANCEL_PAUSE_S, deadline.remaining))
             await self._hint(attempt)
-        self._log.error("cancel_not_heard", handoff_id=attempt.handoff_id, reason=request.reason)
+        self._note_unheard(attempt, request.reason)
+
+    def _note_unheard(self, attempt: Attempt, reason: str) -> None:
+        """Log it once a request: its attempts have the same cause."""
+        request_id = attempt.job.request_id
+        if request_id not in self._unheard:
+            self._unheard.append(request_id)
+            self._log.error("cancel_not_heard", request_id=request_id, handoff_id=attempt.handoff_id, reason=reason)
 
     async def _ask_broker(self, request: CancelRequest, submission: Submission, deadline: Deadline) -> bool:
         """Say whether the broker has heard. If the submit may be on its way still, not to know of it is no answer."""

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from collections.abc import Callable
 from typing import Final
 
 from aiohttp import web
@@ -17,6 +18,9 @@ REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
 ERROR_CODE_KEY: Final = web.RequestKey("error_code", str)
 """The code of the error with which a request was answered, for whoever counts."""
 
+RetryAfter = Callable[[ErrorInfo], int]
+"""Gives the seconds after which a client may come back that is turned away with an error."""
+
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._:/+=-]")
 _MAX_REQUEST_ID_CHARS: Final = 128
 _MAX_SHOWN_CHARS: Final = 200
@@ -30,18 +34,18 @@ def client_request_id(request: web.Request) -> str:
     return _UNSAFE.sub("", request.headers.get(REQUEST_ID, ""))[:_MAX_REQUEST_ID_CHARS]
 
 
-def error_response(error: ErrorInfo, *, retry_after_s: int) -> web.Response:
+def error_response(error: ErrorInfo, *, retry_after: RetryAfter) -> web.Response:
     """Return an error as an HTTP answer. One that a retry may cure says when; any other says that none will."""
     rule = error.rule
     headers: CIMultiDict[str] = CIMultiDict({"x-should-retry": "true" if rule.retryable else "false"})
     if rule.http_status in {429, 503}:
-        headers["Retry-After"] = str(retry_after_s)
+        headers["Retry-After"] = str(retry_after(error))
     return web.Response(
         status=rule.http_status, body=body(error_body(error)), headers=headers, content_type="application/json"
     )
 
 
-def error_middleware(log: Log, *, retry_after_s: int) -> Middleware:
+def error_middleware(log: Log, *, retry_after: RetryAfter) -> Middleware:
     """Return the middleware that turns whatever a handler raises into an answer that clients understand."""
 
     @web.middleware
@@ -51,7 +55,7 @@ def error_middleware(log: Log, *, retry_after_s: int) -> Middleware:
             response = await handler(request)
         except PdmeshError as error:
             request[ERROR_CODE_KEY] = str(error.code)
-            response = error_response(error.info, retry_after_s=retry_after_s)
+            response = error_response(error.info, retry_after=retry_after)
         except web.HTTPException as error:
             response = translated(request, error)
             request[ERROR_CODE_KEY] = str(_code_of(error))
@@ -62,7 +66,7 @@ def error_middleware(log: Log, *, retry_after_s: int) -> Middleware:
             log.error("request_crashed", path=request.path, error=repr(error), exc_info=error)  # noqa: TRY400 - Log's
             info = ErrorInfo(code=ErrorCode.INTERNAL, message="something went wrong inside the server")
             request[ERROR_CODE_KEY] = str(info.code)
-            response = error_response(info, retry_after_s=retry_after_s)
+            response = error_response(info, retry_after=retry_after)
         if not response.prepared:
             response.headers[REQUEST_ID] = request_id
             if request.content.exception() is not None:

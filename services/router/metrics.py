@@ -33,6 +33,14 @@ class RouterMetrics:
         )
         self.attempts = metrics.counter("router_attempts_total", "Attempts that were sent out.")
         self.retries = metrics.counter("router_retries_total", "Attempts that followed a failed one.", ("code",))
+        self.redispatches = metrics.counter(
+            "router_redispatches_total",
+            "Attempts that went on behind tokens that had been delivered, by the error of the attempt before.",
+            ("code",),
+        )
+        self.retries_refused = metrics.counter(
+            "router_retries_refused_total", "Failed attempts that no other followed because all retries were spent."
+        )
         self.replays = metrics.counter(
             "router_replays_total",
             "Times that a worker was asked for tokens that did not come, by what came of it: news, nothing_new, unanswered or lost.",

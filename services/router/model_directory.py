@@ -21,6 +21,8 @@ class Model:
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     chat_template: ChatTemplate | None
+    eos_token_ids: frozenset[int]
+    """Tokens that end an answer."""
     max_sequence_tokens: int
     """Prompt and answer together; what the model was made for."""
 
@@ -35,12 +37,17 @@ def load_model(directory: Path, *, name: str, wall_time: Callable[[], float]) ->
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocab_size = int(text_config["vocab_size"])
-        ends = generation.get("eos_token_id", text_config.get("eos_token_id", config.get("eos_token_id")))
+        ends = frozenset[int]().union(
+            *(
+                _as_ids(each.get("eos_token_id")) for each in (text_config, config, generation)
+            )  # all of them, as workers do
+        )
         return Model(
             name=name,
             tokenizer=tokenizer,
-            vocabulary=_vocabulary(tokenizer, vocab_size=vocab_size, ends=_as_ids(ends)),
+            vocabulary=_vocabulary(tokenizer, vocab_size=vocab_size, ends=ends),
             chat_template=_chat_template(directory, wall_time),
+            eos_token_ids=ends,
             max_sequence_tokens=int(text_config["max_position_embeddings"]),
         )
     except SettingsError:
@@ -51,7 +58,7 @@ def load_model(directory: Path, *, name: str, wall_time: Callable[[], float]) ->
         raise _problem(directory, str(error)) from error
 
 
-def _vocabulary(tokenizer: Tokenizer, *, vocab_size: int, ends: tuple[int, ...]) -> Vocabulary:
+def _vocabulary(tokenizer: Tokenizer, *, vocab_size: int, ends: frozenset[int]) -> Vocabulary:
     if "ByteLevel" not in json.dumps(json.loads(tokenizer.to_str()).get("decoder")):
         raise ValueError("tokenizer.json: only byte-level BPE tokenizers (decoder ByteLevel) are served")
     added = tokenizer.get_added_tokens_decoder()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.runtime.setting_types import Count, LogLevel, NatsReplicas, Port, Seconds
+from common.runtime.setting_types import Count, LogLevel, NatsReplicas, Port, Seconds, Share
 from common.runtime.settings import SettingsError, SettingsProblem
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
@@ -57,14 +57,30 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A call to a worker or to the broker is repeated after this long without an answer."""
     cancel_timeout_s: Seconds = 5.0
     """How long a cancel is repeated until the broker has heard of it."""
+    outage_patience_s: Seconds = 12.0
+    """How long a request waits for NATS, or for a broker that takes over, before its attempt has failed."""
     max_attempts: Count = 4
-    """Attempts at one request, the first one included."""
+    """Attempts at one request that may fail without a token between them."""
+    max_failures: Count = 8
+    """Attempts at one request that may fail, whatever they delivered."""
+    max_preemptions: Count = 64
+    """Times that one request may be preempted on a decode worker; these are no failures."""
     retry_delay_s: Seconds = 0.05
     """Pause before the second attempt; later ones double."""
     max_retry_delay_s: Seconds = 1.0
     """The longest pause between attempts."""
+    reroute_wait_s: Seconds = 30.0
+    """How long a request that has lost its workers waits for others to take it."""
+    retry_budget: Count = 512
+    """Retries of all requests together that may be saved up."""
+    retry_share: Share = 0.1
+    """Retries that each request adds to the budget."""
+    retry_floor_per_s: Seconds = 2.0
+    """Retries that each second adds to the budget."""
     retry_after_s: Count = 1
-    """Seconds that Retry-After names when a request is refused for lack of room."""
+    """The least that Retry-After names when a request is refused for lack of room."""
+    max_retry_after_s: Count = 60
+    """The most that Retry-After names."""
     tokenizer_threads: Count = 1
     """Threads that tokenize long texts."""
     inline_tokenizing_chars: Count = 4096
@@ -88,6 +104,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_body_bytes > self.max_bodies_bytes:
             rule = f"at most max_bodies_bytes = {self.max_bodies_bytes}"
             problems.append(SettingsProblem(key="max_body_bytes", value=str(self.max_body_bytes), rule=rule))
+        if self.retry_after_s > self.max_retry_after_s:
+            rule = f"at most max_retry_after_s = {self.max_retry_after_s}"
+            problems.append(SettingsProblem(key="retry_after_s", value=str(self.retry_after_s), rule=rule))
         if problems:
             raise SettingsError(problems)
 

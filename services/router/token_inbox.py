@@ -16,7 +16,7 @@ Overflowed = Callable[[PdmeshError], None]
 
 
 class Mailbox:
-    """Frames of one request that wait to be read."""
+    """Frames of one request's present attempt that wait to be read; what an earlier one still sends is thrown away."""
 
     def __init__(self, *, limit: int, overflowed: Overflowed) -> None:
         self._frames: deque[TokenFrame] = deque()
@@ -24,12 +24,20 @@ class Mailbox:
         self._limit = limit
         self._overflowed = overflowed
         self._nudged = False
+        self._attempt = 0
 
     def __len__(self) -> int:
         return len(self._frames)
 
+    def begin(self, attempt: int) -> None:
+        """Take frames of this attempt from now on, and of no other."""
+        self._attempt = attempt
+        self._frames.clear()
+
     def put(self, frame: TokenFrame) -> None:
-        """Add a frame. If there is no room, the reader is told to end, and the frame is dropped."""
+        """Add a frame of the present attempt. If there is no room, the reader is told to end, and the frame is dropped."""
+        if frame.attempt != self._attempt:
+            return
         if len(self._frames) >= self._limit:
             message = f"the client does not read: {self._limit} pieces of its answer wait for it"
             self._overflowed(SlowReaderError(message))

@@ -18,13 +18,13 @@ import openai
 import structlog
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from common.bus.kept_record import PUT_EVERY_S
 from common.bus.memory import MemoryServer
 from common.bus.port import Bucket, Bus, Message
 from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG
 from common.runtime.clock import SystemClock
 from common.runtime.lifecycle import Lifecycle, serve
 from common.runtime.metrics import Metrics
-from common.worker.registration import PUT_EVERY_S
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo
@@ -133,12 +133,13 @@ def linked_pair() -> list[WorkerRecord | LinkRecord]:
 
 
 async def whole_answer(mesh: "Mesh", submit: SubmitRequest) -> None:
-    """Send the mesh's answer, cut off after max_tokens, in two frames."""
-    tokens = mesh.answer[: submit.sampling.max_tokens]
+    """Send the mesh's answer behind what was delivered, cut off after max_tokens, in two frames."""
+    first = submit.num_delivered_tokens
+    tokens = mesh.answer[: first + submit.sampling.max_tokens]
     cut = len(mesh.answer) > len(tokens)
-    await mesh.send(submit, 0, tokens[:1])
+    await mesh.send(submit, first, tokens[first : first + 1])
     reason = FinishReason.LENGTH if cut else FinishReason.STOP
-    await mesh.send(submit, 1, tokens[1:], final=True, num_tokens=len(tokens), finish_reason=reason)
+    await mesh.send(submit, first + 1, tokens[first + 1 :], final=True, num_tokens=len(tokens), finish_reason=reason)
 
 
 async def silence(mesh: "Mesh", submit: SubmitRequest) -> None:

@@ -35,6 +35,7 @@ from tests.integration.router_world import (
 )
 
 PLAIN = {"model": "tiny", "prompt": "hello"}
+NOWHERE_ELSE = {"redispatch": False}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -53,7 +54,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         ("completions", PLAIN | {"logprobs": 1}, (400, "unsupported_parameter", "logprobs")),
         ("completions", PLAIN | {"n": 200}, (400, "invalid_request", "n")),
         ("completions", PLAIN | {"max_tokens": 10, "min_tokens": 11}, (400, "invalid_request", "min_tokens")),
-        ("completions", PLAIN | {"max_tokens": MAX_POSITION}, (413, "prompt_too_long", "max_tokens")),
+        ("completions", PLAIN | {"max_tokens": MAX_POSITION}, (400, "context_length_exceeded", "max_tokens")),
         ("completions", PLAIN | {"prompt": [1] * MAX_POSITION}, (413, "prompt_too_long", "prompt")),
         ("completions", PLAIN | {"prompt": "x" * 3_000_000}, (413, "body_too_large", None)),
         ("chat/completions", CHAT | {"tools": [{}]}, (400, "unsupported_parameter", "tools")),
@@ -155,13 +156,13 @@ async def test_a_failure_before_the_first_token_is_tried_again(tmp_path: Path) -
 
 
 async def test_a_failure_inside_a_stream_is_an_explicit_error(tmp_path: Path) -> None:
-    """The stream ends with an error event and [DONE]; the official client raises it."""
+    """If it must not go on elsewhere, the stream ends with an error event and [DONE]; the official client raises it."""
     async with router_world(tmp_path) as world, world.client() as client:
         world.mesh.scripts = [fail_later]
-        *chunks, last = await world.events("/v1/completions", PLAIN)
+        *chunks, last = await world.events("/v1/completions", PLAIN | NOWHERE_ELSE)
         assert last == "[DONE]"
         assert chunks[-1]["error"]["code"] == "worker_lost"
-        stream = await client.completions.create(model="tiny", prompt="hello", stream=True)
+        stream = await client.completions.create(model="tiny", prompt="hello", stream=True, extra_body=NOWHERE_ELSE)
         with pytest.raises(openai.APIError, match="decode-0 is gone"):
             _ = [chunk async for chunk in stream]
         assert len(world.mesh.submits) == 2
@@ -172,7 +173,7 @@ async def test_a_failure_behind_a_whole_answer_has_a_status(tmp_path: Path) -> N
     async with router_world(tmp_path) as world, world.client() as client:
         world.mesh.scripts = [fail_later]
         with pytest.raises(openai.InternalServerError, match="decode-0 is gone") as caught:
-            await client.completions.create(model="tiny", prompt="hello")
+            await client.completions.create(model="tiny", prompt="hello", extra_body=NOWHERE_ELSE)
         assert caught.value.status_code == 503
 
 

@@ -91,7 +91,7 @@ async def test_a_request_is_told_alike_by_its_line_and_by_the_histograms(tmp_pat
 REFUSALS = (
     ("/v1/completions", {"model": "tiny", "prompt": "hi", "temperature": -1}, 400, "invalid_request"),
     ("/v1/completions", {"model": "other", "prompt": "hi"}, 404, "model_not_found"),
-    ("/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 10**6}, 413, "prompt_too_long"),
+    ("/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 10**6}, 400, "context_length_exceeded"),
     ("/v1/completions", b"{not json", 400, "invalid_request"),
     ("/v1/chat/completions", {"model": "tiny", "messages": "hi"}, 400, "invalid_request"),
     ("/tokenize", {"model": "other", "prompt": "hi"}, 404, "model_not_found"),
@@ -109,16 +109,15 @@ async def test_refused_requests_are_counted_and_told(tmp_path: Path) -> None:
             told = [(line["status"], line["error_code"]) for line in lines if line["event"] == "request_finished"]
             assert told == ([] if path == "/tokenize" else [(str(status), code)])
         assert await samples(world, "requests_total") == {
-            ("completions", "400"): 2,
+            ("completions", "400"): 3,
             ("completions", "404"): 1,
-            ("completions", "413"): 1,
             ("chat", "400"): 1,
             ("tokenize", "404"): 1,
         }
         assert await samples(world, "errors_total") == {
             ("invalid_request", "completions"): 2,
             ("model_not_found", "completions"): 1,
-            ("prompt_too_long", "completions"): 1,
+            ("context_length_exceeded", "completions"): 1,
             ("invalid_request", "chat"): 1,
             ("model_not_found", "tokenize"): 1,
         }
@@ -165,7 +164,7 @@ async def test_a_failure_inside_a_stream_has_the_status_of_its_error(tmp_path: P
     async with router_world(tmp_path) as world:
         world.mesh.scripts = [break_off]
         with capture_logs() as lines:
-            await world.events("/v1/completions", ASK)
+            await world.events("/v1/completions", ASK | {"redispatch": False})
         line = line_of(lines)
         assert (line["status"], line["error_code"], line["num_completion_tokens"]) == ("503", "worker_lost", 2)
         assert await samples(world, "requests_total") == {("completions", "503"): 1}

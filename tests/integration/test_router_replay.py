@@ -146,7 +146,7 @@ async def test_what_nobody_knows_any_more_ends_the_request_by_name(tmp_path: Pat
 
     async with router_world(tmp_path) as world:
         world.mesh.scripts = [lose_for_good]
-        *chunks, last = await world.events("/v1/completions", PLAIN)
+        *chunks, last = await world.events("/v1/completions", PLAIN | {"redispatch": False})
         assert (chunks[-1]["error"]["code"], last) == ("worker_lost", "[DONE]")
 
 

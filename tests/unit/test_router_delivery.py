@@ -9,14 +9,14 @@ import pytest
 from common.runtime.clock import Deadline, SystemClock
 from contracts.codec import MAX_MESSAGE_BYTES, encode
 from contracts.errors import ErrorCode, PdmeshError
-from contracts.requests import TokenFrame
+from contracts.requests import TokenFrame, WorkerRef
 from services.router.core.prompt_frames import MAX_FRAME_B64_BYTES, pack_ids, prompt_frames, prompt_hash
-from services.router.core.retry import RetryPolicy
+from services.router.core.retry import Failures, RetryPolicy, blame
 from services.router.core.usage import UsageMeter
 from services.router.interruption import Interruptible
 from services.router.token_inbox import Mailbox
 
-POLICY = RetryPolicy(max_attempts=3, first_delay_s=0.1, max_delay_s=0.25)
+POLICY = RetryPolicy(max_attempts=3, max_failures=5, max_preemptions=6, first_delay_s=0.1, max_delay_s=0.25)
 
 
 @pytest.mark.parametrize("count", [1, 24_575, 24_576, 24_577, 60_000])
@@ -40,16 +40,44 @@ def test_ids_are_little_endian_and_the_hash_is_of_their_bytes() -> None:
         pack_ids([1 << 32])
 
 
-def test_only_curable_errors_before_the_first_token_are_tried_again() -> None:
-    """And only so many times, after growing delays with a bound."""
+def test_only_curable_errors_are_tried_again() -> None:
+    """And only so many times without a token between them, after growing delays with a bound."""
     full = PdmeshError("full", code=ErrorCode.OVERLOADED)
-    assert POLICY.may_retry(full, attempt=1, num_delivered_tokens=0)
-    assert not POLICY.may_retry(full, attempt=2, num_delivered_tokens=0)
-    assert not POLICY.may_retry(full, attempt=0, num_delivered_tokens=1)
+    failures = Failures()
+    tried = []
+    for _ in range(3):
+        failures.note(full, delivered=False)
+        tried.append((POLICY.may_retry(full, failures), POLICY.delay_s(full, failures, chance=1.0)))
+    assert tried == [(True, 0.1), (True, 0.2), (False, 0.25)]
     wrong = PdmeshError("wrong", code=ErrorCode.INVALID_REQUEST)
-    assert not POLICY.may_retry(wrong, attempt=0, num_delivered_tokens=0)
-    assert [POLICY.delay_s(attempt=attempt, chance=1.0) for attempt in range(3)] == [0.1, 0.2, 0.25]
-    assert POLICY.delay_s(attempt=0, chance=0.0) == 0.05
+    assert not POLICY.may_retry(wrong, Failures(num_in_a_row=1, num_in_all=1))
+    assert POLICY.delay_s(full, Failures(num_in_a_row=1), chance=0.0) == 0.05
+
+
+def test_tokens_begin_the_row_of_failures_anew_but_not_their_sum() -> None:
+    """A stream may outlive several workers; a request that ends every worker that it comes to does not go on for ever."""
+    lost = PdmeshError("gone", code=ErrorCode.WORKER_LOST)
+    failures = Failures()
+    tried = []
+    for _ in range(5):
+        failures.note(lost, delivered=True)
+        tried.append(POLICY.may_retry(lost, failures))
+    assert tried == [True, True, True, True, False]
+
+
+def test_a_preempted_attempt_has_not_failed() -> None:
+    """It counts apart, with a bound of its own, and only the worker that decodes is avoided, as one that is busy."""
+    preempted = PdmeshError("no block is left", code=ErrorCode.PREEMPTED)
+    failures = Failures(num_in_a_row=2, num_in_all=4)
+    tried = []
+    for _ in range(7):
+        failures.note(preempted, delivered=False)
+        tried.append(POLICY.may_retry(preempted, failures))
+    assert tried == [True] * 6 + [False]
+    assert (failures.num_in_a_row, failures.num_in_all) == (2, 4)
+    workers = [WorkerRef(worker_id=name, incarnation="i") for name in ("prefill-0", "decode-0")]
+    assert blame(preempted, workers) == {workers[1]: 1}
+    assert blame(PdmeshError("", code=ErrorCode.WORKER_LOST), workers) == dict.fromkeys(workers, 1000)
 
 
 def test_a_mailbox_is_bounded() -> None:
@@ -59,6 +87,22 @@ def test_a_mailbox_is_bounded() -> None:
     for index in range(3):
         mailbox.put(TokenFrame(handoff_id="r-0", request_id="r", attempt=0, index=index))
     assert [error.code for error in told] == [ErrorCode.CANCELLED]
+
+
+async def test_a_mailbox_has_frames_of_one_attempt() -> None:
+    """What a superseded attempt has sent, or sends later, is thrown away, and takes nobody's room."""
+    mailbox = Mailbox(limit=2, overflowed=_never)
+    old, new = (TokenFrame(handoff_id=f"r-{each}", request_id="r", attempt=each, index=each) for each in range(2))
+    mailbox.put(old)
+    mailbox.begin(1)
+    for frame in (old, new, old, old):
+        mailbox.put(frame)
+    assert await mailbox.get(0.0) == new
+    assert await mailbox.get(0.0) is None
+
+
+def _never(error: PdmeshError) -> None:
+    raise error
 
 
 async def test_a_deadline_becomes_an_error_of_ours() -> None:

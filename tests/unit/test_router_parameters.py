@@ -209,10 +209,11 @@ def test_the_answers_length_fits_behind_the_prompt() -> None:
     assert choose_max_tokens(5, num_prompt_tokens=95, limit=100, default=16) == 5
     assert choose_max_tokens(None, num_prompt_tokens=95, limit=100, default=16) == 5
     assert choose_max_tokens(None, num_prompt_tokens=5, limit=100, default=16) == 16
-    for asked, prompt, param in ((6, 95, "max_tokens"), (None, 100, "prompt"), (1, 300, "prompt")):
+    too_long, too_much = (ErrorCode.PROMPT_TOO_LONG, "prompt"), (ErrorCode.CONTEXT_LENGTH, "max_tokens")
+    for asked, prompt, expected in ((6, 95, too_much), (None, 100, too_long), (1, 300, too_long)):
         with pytest.raises(PdmeshError) as caught:
             choose_max_tokens(asked, num_prompt_tokens=prompt, limit=100, default=16)
-        assert (caught.value.code, caught.value.param) == (ErrorCode.PROMPT_TOO_LONG, param)
+        assert (caught.value.code, caught.value.param) == expected
 
 
 def test_choices_draw_with_seeds_of_their_own() -> None:

@@ -158,8 +158,8 @@ def test_blamed_workers_come_last() -> None:
     """A worker that has just refused is tried again only if there is no other that is less to blame."""
     records = mesh(worker("mixed-0", running=2), worker("mixed-1"))
     first, second = (MixedRoute(mixed=ref_of(records.workers[name])) for name in ("mixed-0", "mixed-1"))
-    assert place(records, Loads(), placing(blame={"mixed-1": 1})) == first
-    assert place(records, Loads(), placing(blame={"mixed-0": 1, "mixed-1": 1})) == second
+    assert place(records, Loads(), placing(blame={second.mixed: 1})) == first
+    assert place(records, Loads(), placing(blame={first.mixed: 1, second.mixed: 1})) == second
 
 
 def test_a_dead_worker_with_room_comes_after_a_full_one() -> None:
@@ -172,13 +172,14 @@ def test_a_dead_worker_with_room_comes_after_a_full_one() -> None:
         link("prefill-0", "decode-0"),
         link("prefill-0", "decode-1"),
     )
-    lost, busy = (blame(PdmeshError("no", code=code)) for code in (ErrorCode.WORKER_LOST, ErrorCode.OVERLOADED))
-    blamed = Counter({"prefill-0": lost, "decode-0": lost})
+    lost, busy = (PdmeshError("no", code=code) for code in (ErrorCode.WORKER_LOST, ErrorCode.OVERLOADED))
+    prefill, *decodes = (ref_of(records.workers[name]) for name in ("prefill-0", "decode-0", "decode-1"))
+    blamed = Counter(blame(lost, (prefill, decodes[0])))
     for _ in range(3):
         route = place(records, Loads(), placing(blame=blamed))
         assert isinstance(route, DisaggregatedRoute)
         assert route.decode.worker_id == "decode-1"
-        blamed.update({"prefill-0": busy, "decode-1": busy})
+        blamed.update(blame(busy, (prefill, decodes[1])))
 
 
 def test_full_workers_come_after_those_with_room() -> None:
@@ -231,15 +232,16 @@ def test_a_prefill_worker_needs_room_for_the_prompt() -> None:
 
 
 def test_prompts_that_fit_nowhere_are_refused_for_good() -> None:
-    """Not "try later": 413. A smaller worker is passed over for a larger one."""
+    """Not "try later": 413, or 400 where a shorter answer would do. A smaller worker is passed over for a larger one."""
     records = mesh(worker("mixed-0", max_sequence_tokens=20), worker("mixed-1", running=3, max_sequence_tokens=50))
     assert largest_sequence(records, model="tiny") == 50
     assert place(records, Loads(), placing(num_prompt_tokens=30)) == MixedRoute(
         mixed=ref_of(records.workers["mixed-1"])
     )
-    with pytest.raises(PdmeshError, match="the largest holds 50") as caught:
-        place(records, Loads(), placing(num_prompt_tokens=46))
-    assert caught.value.code is ErrorCode.PROMPT_TOO_LONG
+    for num_prompt_tokens, code in ((49, ErrorCode.CONTEXT_LENGTH), (50, ErrorCode.PROMPT_TOO_LONG)):
+        with pytest.raises(PdmeshError, match="the largest holds 50") as caught:
+            place(records, Loads(), placing(num_prompt_tokens=num_prompt_tokens))
+        assert caught.value.code is code
 
 
 def test_prefill_holds_the_prompt_only() -> None:

@@ -20,7 +20,8 @@ Prompt: TypeAlias = str | tuple[int, ...]
 class Ask:
     """The parameters that all choices of one HTTP request share. `max_tokens` and `seed` may still be open.
 
-    `max_tokens_field` is the name under which the client gave `max_tokens`, for errors about it.
+    `max_tokens_field` is the name under which the client gave `max_tokens`, for errors about it. `redispatch` says whether an answer
+    that has begun may go on elsewhere.
     """
 
     n: int
@@ -36,6 +37,7 @@ class Ask:
     top_k: int
     ignore_eos: bool
     seed: int | None
+    redispatch: bool = True
     max_tokens_field: str = "max_tokens"
 
     def sampling(self, *, max_tokens: int, seed: int, choice: int) -> SamplingParams:
@@ -86,6 +88,7 @@ def read_parameters(request: CompletionRequest | ChatRequest) -> Ask:
         top_k=max(0, top_k),
         ignore_eos=bool(request.ignore_eos),
         seed=None if request.seed is None else _seed(request.seed),
+        redispatch=request.redispatch is not False,
         max_tokens_field="max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
     )
 
@@ -144,8 +147,8 @@ def choose_max_tokens(
 ) -> int:
     """Return how many tokens may be generated so that prompt and answer fit into `limit` tokens.
 
-    Raises `PdmeshError` (`prompt_too_long`) if the prompt leaves no room, or not the room that was asked for. The
-    default is not asked for: it shrinks to what is there. `field` is what the client calls `asked`.
+    Raises `PdmeshError`: `prompt_too_long` if the prompt leaves no room, `context_length_exceeded` if it leaves less than was
+    asked for. The default is not asked for: it shrinks to what is there. `field` is what the client calls `asked`.
     """
     room = limit - num_prompt_tokens
     if room < 1:
@@ -160,7 +163,7 @@ def choose_max_tokens(
         raise PdmeshError(
             f"{field}: {asked} is too many after a prompt of {num_prompt_tokens} tokens; "
             f"the rule is: at most {limit} together",
-            code=ErrorCode.PROMPT_TOO_LONG,
+            code=ErrorCode.CONTEXT_LENGTH,
             param=field,
         )
     return asked

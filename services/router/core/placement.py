@@ -1,6 +1,6 @@
 """Where a request goes: a linked pair of a prefill and a decode worker, or a mixed worker."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contracts.errors import ErrorCode, PdmeshError
@@ -16,8 +16,8 @@ class Placing:
     model: str
     num_prompt_tokens: int
     max_tokens: int
-    blame: Mapping[str, int] = field(default_factory=dict)
-    """What workers have to do with earlier attempts that came to nothing: of all ways, the least blamed are taken."""
+    blame: Mapping[WorkerRef, int] = field(default_factory=dict)
+    """What starts of workers have to do with earlier attempts that came to nothing: of all ways, the least blamed are taken."""
     turn: int = 0
     """Counts up with every placement, so that equally loaded workers take turns."""
 
@@ -117,24 +117,31 @@ def place(view: MeshView, loads: Loads, placing: Placing) -> Route:
     """Return the least loaded way that the request fits into.
 
     Less blamed ways go before all others, then ways with room for it now before full ones. Raises `PdmeshError`:
-    `no_route` with what is missing, or `prompt_too_long` if no way can ever hold it.
+    `no_route` with what is missing, and if no way can ever hold it `prompt_too_long`, or `context_length_exceeded` if the prompt
+    alone would fit.
     """
     ways = list(candidates(view, model=placing.model))
     if not ways:
         raise PdmeshError(f"no worker can take the request: {why_no_way(view, placing.model)}", code=ErrorCode.NO_ROUTE)
     fitting = [way for way in ways if way.fits(placing.num_prompt_tokens, placing.max_tokens)]
     if not fitting:
-        most = max(way.max_sequence_tokens for way in ways)
-        longest = max(way.max_prompt_tokens for way in ways)
-        raise PdmeshError(
-            f"prompt: {placing.num_prompt_tokens} tokens and {placing.max_tokens} to generate fit on no worker; "
-            f"the largest holds {most}, and prompts of {longest}",
-            code=ErrorCode.PROMPT_TOO_LONG,
-            param="prompt",
-        )
+        raise _nowhere(ways, placing)
     turned = [(index - placing.turn) % len(fitting) for index in range(len(fitting))]
     ranked = zip(fitting, turned, strict=True)
     return min(ranked, key=lambda each: _rank(each[0], each[1], loads, placing))[0].route
+
+
+def _nowhere(ways: Sequence[Candidate], placing: Placing) -> PdmeshError:
+    """Say that no way can ever hold it, and whether a shorter answer would do."""
+    most = max(way.max_sequence_tokens for way in ways)
+    longest = max(way.max_prompt_tokens for way in ways)
+    prompt_fits = any(way.fits(placing.num_prompt_tokens, 1) for way in ways)
+    return PdmeshError(
+        f"prompt: {placing.num_prompt_tokens} tokens and {placing.max_tokens} to generate fit on no worker; "
+        f"the largest holds {most}, and prompts of {longest}",
+        code=ErrorCode.CONTEXT_LENGTH if prompt_fits else ErrorCode.PROMPT_TOO_LONG,
+        param="max_tokens" if prompt_fits else "prompt",
+    )
 
 
 def why_no_way(view: MeshView, model: str) -> str:
@@ -166,7 +173,7 @@ def _usable(record: WorkerRecord, model: str) -> bool:
 
 
 def _rank(way: Candidate, turn: int, loads: Loads, placing: Placing) -> tuple[int, bool, float, int]:
-    blame = sum(placing.blame.get(worker.worker_id, 0) for worker in way.workers)
+    blame = sum(placing.blame.get(ref_of(worker), 0) for worker in way.workers)
     # A mixed worker does both halves of the work, so its load counts for both.
     load = sum(loads.of(worker) for worker in (way.workers[0], way.workers[-1]))
     return (blame, not _has_room(way, placing), load, turn)

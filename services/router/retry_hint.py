@@ -1,0 +1,36 @@
+"""What Retry-After says to a client that is turned away now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.runtime.clock import Clock
+from contracts.errors import ErrorCode, ErrorInfo
+from services.router.core.retry_after import Throughput, num_ahead, seconds_until_room
+from services.router.fleet import Fleet
+from services.router.settings import RouterSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryHint:
+    """Estimates from what waits at the workers, and from how fast requests end here."""
+
+    settings: RouterSettings
+    fleet: Fleet
+    throughput: Throughput
+    clock: Clock
+
+    def ended(self) -> None:
+        """A request of this router has ended."""
+        self.throughput.ended(self.clock.monotonic())
+
+    def seconds(self, error: ErrorInfo) -> int:
+        """When to come back after `error`. Only for lack of room does time tell; what is broken may be whole at any moment."""
+        if error.code is not ErrorCode.OVERLOADED:
+            return self.settings.retry_after_s
+        return seconds_until_room(
+            ahead=num_ahead(self.fleet.view().workers.values()),
+            per_second=self.throughput.per_second(self.clock.monotonic()),
+            least=self.settings.retry_after_s,
+            most=self.settings.max_retry_after_s,
+        )
