@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from tests.simulation.plane import Weather
@@ -28,7 +29,7 @@ class FaultPlayer:
         """Let each fault happen at its moment, counted from now."""
         for fault in faults:
             self.num_playing += 1
-            simulation_loop().call_outside(fault.at_s, lambda fault=fault: self._begin(fault))
+            simulation_loop().call_outside(fault.at_s, partial(self._begin, fault))
 
     def _begin(self, fault: Fault) -> None:
         self._mesh.verdicts.saw(f"fault:{fault.kind}")

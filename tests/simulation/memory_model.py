@@ -131,7 +131,10 @@ class ModelMemory:
                 continue
             for index in range(num_cached_tokens // size, -(-binding.num_prompt_tokens // size)):
                 content = self._blocks.get(owner.blocks[index])
-                first, last = max(num_cached_tokens - index * size, 0), min(binding.num_prompt_tokens - index * size, size)
+                first, last = (
+                    max(num_cached_tokens - index * size, 0),
+                    min(binding.num_prompt_tokens - index * size, size),
+                )
                 wanted = (1 << last) - (1 << first)
                 if (
                     content is None

@@ -120,7 +120,9 @@ class Plane:
     def send(self, transfer: Transfer) -> None:
         """Begin a transfer. Its sender hears of every push in it, once, unless it forgets it or dies."""
         self.transfers[transfer] = None
-        weather = self.weather.get(transfer.sender.worker_id) or self.weather.get(transfer.grant.worker_id, Weather.FAIR)
+        weather = self.weather.get(transfer.sender.worker_id) or self.weather.get(
+            transfer.grant.worker_id, Weather.FAIR
+        )
         seconds = self._rng.uniform(*_LATENCY_S)
         if not self.revocable and not self._lock(transfer):
             return
@@ -195,7 +197,9 @@ class Plane:
         owner = memory.granted(transfer.grant)
         if memory.is_gone or (owner is None and self._checks):
             self.verdicts.saw("transfer_refused")
-            self._tell(transfer, PushOutcome.FAILED_QUIESCED, "the peer is gone" if memory.is_gone else "stale generation")
+            self._tell(
+                transfer, PushOutcome.FAILED_QUIESCED, "the peer is gone" if memory.is_gone else "stale generation"
+            )
             self._end(transfer)
             return False
         transfer.phase, transfer.owner = Phase.LOCKED, owner

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from common.runtime.virtual_time import VirtualTimeLoop
 
@@ -36,6 +36,7 @@ class Process:
         return not (self.is_frozen or self.is_dead)
 
 
+_Ts = TypeVarTuple("_Ts")
 _PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
@@ -47,7 +48,7 @@ class _Handle(asyncio.Handle):
     def _run(self) -> None:
         process = self._context.get(_PROCESS)  # type: ignore[attr-defined]  # asyncio's own attribute
         if process is None or process.runs:
-            super()._run()  # type: ignore[misc]  # asyncio's own method
+            super()._run()
         else:
             process.parked.append(self)
 
@@ -61,7 +62,7 @@ class _TimerHandle(asyncio.TimerHandle):
         self._loop.reach(self._when)  # type: ignore[attr-defined]  # asyncio's own attributes
         process = self._context.get(_PROCESS)  # type: ignore[attr-defined]  # asyncio's own attribute
         if process is None or process.runs:
-            super()._run()  # type: ignore[misc]  # asyncio's own method
+            super()._run()
         else:
             process.parked.append(self)
 
@@ -74,13 +75,15 @@ class SimulationLoop(VirtualTimeLoop):
         self._network = Context()
         self.set_exception_handler(lambda _loop, _context: None)
 
-    def _call_soon(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None) -> asyncio.Handle:
+    def _call_soon(
+        self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None
+    ) -> asyncio.Handle:
         handle = _Handle(callback, args, self, context)
         self._ready.append(handle)  # type: ignore[attr-defined]  # asyncio's own attribute
         return handle
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See `asyncio.loop.call_at`."""
         timer = super().call_at(when, callback, *args, context=context)

@@ -104,22 +104,22 @@ def make_schedule(seed: int) -> Schedule:
 
 def _workers(rng: random.Random) -> tuple[WorkerPlan, ...]:
     counts = {"prefill": rng.randint(1, 2), "decode": rng.randint(1, 2), "mixed": int(rng.random() < 0.25)}
-    found = []
+    found: list[WorkerPlan] = []
     for role, count in counts.items():
         tp = rng.choice((1, 2, 4))
-        for number in range(count):
-            found.append(
-                WorkerPlan(
-                    role=role,
-                    worker_id=f"{role}-{number}",
-                    tp=tp,
-                    dp=2 if rng.random() < 0.2 else 1,
-                    num_blocks=rng.choice((24, 48, 96)),
-                    num_slots=rng.choice((2, 3, 8)),
-                    chunk_tokens=rng.choice((8, 16, 64)),
-                    step_s=rng.choice((0.004, 0.02, 0.06)),
-                )
+        found += [
+            WorkerPlan(
+                role=role,
+                worker_id=f"{role}-{number}",
+                tp=tp,
+                dp=2 if rng.random() < 0.2 else 1,
+                num_blocks=rng.choice((24, 48, 96)),
+                num_slots=rng.choice((2, 3, 8)),
+                chunk_tokens=rng.choice((8, 16, 64)),
+                step_s=rng.choice((0.004, 0.02, 0.06)),
             )
+            for number in range(count)
+        ]
     return tuple(found)
 
 
@@ -158,15 +158,17 @@ def _faults(
                 kind=kind,
                 whom=whom,
                 at_s=rng.uniform(0.0, _SPAN_S),
-                for_s=_lasts(rng, kind),
+                for_s=_lasts(rng, kind, whom),
                 severity=rng.random(),
             )
         )
     return tuple(sorted(found, key=lambda fault: fault.at_s))
 
 
-def _lasts(rng: random.Random, kind: FaultKind) -> float:
+def _lasts(rng: random.Random, kind: FaultKind, whom: str) -> float:
     """A freeze may be longer than every lease, or as short as a pause of the scheduler."""
+    if kind is FaultKind.FREEZE and whom.startswith("broker") and rng.random() < 0.5:
+        return rng.uniform(7.0, 14.0)  # somebody else leads when it wakes up
     longest = {FaultKind.FREEZE: 13.0, FaultKind.PARTITION: 9.0, FaultKind.OUTAGE: 6.0, FaultKind.STANDSTILL: 4.0}
     top = longest.get(kind, 3.0)
     return rng.uniform(0.02, 0.5) if rng.random() < 0.3 else rng.uniform(0.5, top)

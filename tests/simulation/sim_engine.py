@@ -130,7 +130,9 @@ class SimulatedEngine(FakeEngine):
         plane, handoff_id = self._plane, binding.handoff_id
         plane.verdicts.saw("takeover")
         if handoff_id in plane.takeovers:
-            plane.verdicts.broken("I3", f"{handoff_id} was begun by {plane.takeovers[handoff_id]}, and by {self.memory.name}")
+            plane.verdicts.broken(
+                "I3", f"{handoff_id} was begun by {plane.takeovers[handoff_id]}, and by {self.memory.name}"
+            )
         plane.takeovers[handoff_id] = self.memory.name
         owner, planned = self.memory.owner(binding.seq), plane.plans.get(handoff_id)
         if owner is None or planned is None:

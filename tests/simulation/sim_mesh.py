@@ -7,19 +7,21 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from common.bus.faults import SeededFaults
+from common.bus.lease_term import fence_of
+from common.bus.storage import LEASES_CONFIG
 from common.engine.port import EngineDeadError
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import ServiceEnded
 from common.runtime.offload import inline
+from common.worker.core.admission import Command
 from common.worker.engines import start_engines
 from common.worker.host import WorkerHost
 from common.worker.service import WorkerParts, WorkerService
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts.errors import PdmeshError
-from contracts.handoff import ReserveDecode, RunMixed, RunPrefill
 from services.broker.app import make_leadership
 from services.broker.leadership import Leadership
 from services.broker.settings import BrokerSettings
@@ -112,9 +114,7 @@ class SimulatedMesh:
         seat.clients.clear()
         simulation_loop().call_outside(restart_s, lambda: self.start(seat.name))
 
-    async def _life(
-        self, seat: Seat, process: Process, body: Callable[[asyncio.TaskGroup], Awaitable[None]]
-    ) -> None:
+    async def _life(self, seat: Seat, process: Process, body: Callable[[asyncio.TaskGroup], Awaitable[None]]) -> None:
         """One start of a service, until something in it ends it."""
         how = "ended"
         try:
@@ -124,7 +124,7 @@ class SimulatedMesh:
             how = repr(errors.exceptions[0])
         except* PdmeshError as errors:
             how = repr(errors.exceptions[0])
-        except* Exception as errors:
+        except* Exception as errors:  # noqa: BLE001 - whatever it is, it must not happen
             self.verdicts.broken("no mistakes", f"{seat.name} ended with {errors.exceptions!r}")
         if seat.process is process and not process.is_dead:
             process.is_dead = True
@@ -201,6 +201,19 @@ class SimulatedMesh:
         routers = [self.seats[name].router for name in self.schedule.routers]
         return all(router is not None and router.has_route for router in routers)
 
+    def knows_end(self, handoff_id: str) -> bool:
+        """Whether a broker that leads knows that a handoff has ended."""
+        leaders = [seat.leadership.broker for seat in self.seats.values() if seat.leadership is not None]
+        known = [broker.handoff(handoff_id) for broker in leaders if broker is not None]
+        return any(handoff is not None and handoff.terminal for handoff in known)
+
+    @property
+    def highest_fence(self) -> int:
+        """That of the broker that leads; 0 when nobody does."""
+        bucket = self.server.buckets[LEASES_CONFIG.name]
+        leaders = [seat for seat in self.seats.values() if seat.leadership is not None and seat.leadership.broker]
+        return max((fence_of(bucket.epoch, entry.revision) for entry in bucket.matching(">") if leaders), default=0)
+
     def unrest(self) -> str:
         """Who still holds or does something; "" once everything is as it was in the beginning."""
         leaders = [seat.leadership.broker for seat in self.seats.values() if seat.leadership is not None]
@@ -244,15 +257,21 @@ class SimulatedMesh:
 
 def watch_fences(service: WorkerService, verdicts: Verdicts) -> None:
     """Hold every command that a worker takes against the highest fence that it has taken: a deposed broker must not be obeyed."""
-    inner = service.check_command
+    inner, admits = service.check_command, service.table.admits_fence
     highest = 0
 
-    def check(command: ReserveDecode | RunPrefill | RunMixed) -> None:
+    def admits_fence(fence: int) -> bool:
         nonlocal highest
+        highest = max(highest, fence)
+        return admits(fence)
+
+    def check(command: Command) -> None:
         inner(command)
         if command.fence < highest:
             text = f"{service.settings.worker_id} obeyed fence {command.fence} after {highest} for {command.handoff_id}"
             verdicts.broken("fences", text)
-        highest = max(highest, command.fence)
 
-    service.check_command = check  # type: ignore[method-assign, assignment]  # a watch around one method of one object
+    table: Any = service.table  # watches around methods of these objects alone
+    table.admits_fence = admits_fence
+    watched: Any = service
+    watched.check_command = check

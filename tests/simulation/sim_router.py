@@ -43,6 +43,8 @@ class Client:
     token_ids: list[int] = field(default_factory=list)
     ended: str = ""
     task: asyncio.Task[None] | None = None
+    due: float = 0.0
+    """When it has to have ended, by the router's own reckoning; 0.0 while the router has not heard of it."""
 
     async def take(self, progress: Progress) -> None:
         """The sink: tokens are the engine's, each once and in order."""
@@ -53,7 +55,9 @@ class Client:
                 self.verdicts.broken("I4", f"request {self.ask.number}: token {index} is {token}, which it is not")
             self.token_ids.append(token)
         if len(self.token_ids) > self.ask.max_tokens:
-            self.verdicts.broken("I4", f"request {self.ask.number}: {len(self.token_ids)} tokens of {self.ask.max_tokens}")
+            self.verdicts.broken(
+                "I4", f"request {self.ask.number}: {len(self.token_ids)} tokens of {self.ask.max_tokens}"
+            )
         if progress.finish_reason is FinishReason.LENGTH and len(self.token_ids) != self.ask.max_tokens:
             self.verdicts.broken("I4", f"request {self.ask.number} ended with {len(self.token_ids)} tokens")
         if progress.finish_reason is not None:
@@ -84,6 +88,7 @@ class SimulatedRouter:
         """Serve one request to its end."""
         ask = client.ask
         deadline = Deadline.after(self._clock, ask.timeout_s)
+        client.due = deadline.at
         scope = Interruptible(deadline)
         packed = pack_ids(tuple(1 + (ask.number + place) % (VOCAB_SIZE - 1) for place in range(ask.num_prompt_tokens)))
         job = Job(
@@ -107,7 +112,7 @@ class SimulatedRouter:
             client.end("crashed")
 
 
-async def open_router(
+async def open_router(  # noqa: PLR0917 - a process's ports
     router_id: str, bus: Bus, clock: Clock, log: Log, group: asyncio.TaskGroup, rng: random.Random
 ) -> SimulatedRouter:
     """What `services.router.app.start` puts together, without HTTP. Raises `BusError`."""

@@ -35,9 +35,13 @@ class Verdicts:
         self.lines: list[str] = []
         self._traced = traced
         self.clock: Clock | None = None
+        self.closed = False
+        """Whether everything after this is only the end of the simulation itself."""
 
     def broken(self, invariant: str, text: str) -> None:
         """An invariant does not hold."""
+        if self.closed:
+            return
         if len(self.violations) < _MAX_VIOLATIONS:
             now = 0.0 if self.clock is None else self.clock.monotonic()
             self.violations.append(f"{invariant} at {now:.4f} s: {text}")

@@ -1,0 +1,90 @@
+"""Faults that can be planted into the real services, to see that the simulation finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from common.bus.port import Subscription
+from common.worker.core.blocks import BlockPool, Reservation
+from common.worker.core.table import HandoffTable
+from common.worker.service import WorkerService
+from contracts.codec import decode
+from contracts.requests import CancelWork, TokenFrame
+from services.broker.core.handoff import Handoff
+from services.broker.core.ledger import Ledger
+from services.router.core.token_order import TokenOrder
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def commit_with_an_open_ledger(patch: pytest.MonkeyPatch) -> None:
+    """The broker commits as soon as the prompt is computed."""
+    patch.setattr(Handoff, "ledger_closed", property(lambda _handoff: True))
+
+
+def return_memory_twice(patch: pytest.MonkeyPatch) -> None:
+    """A pool forgets that it has taken a reservation back, and takes it back again with the next one."""
+    inner = BlockPool.release
+    last: dict[BlockPool, Reservation] = {}
+
+    def release(pool: BlockPool, reservation: Reservation) -> None:
+        before = last.get(pool)
+        if before is not None:
+            pool._held.setdefault(before.generation, before)
+            inner(pool, before)
+        last[pool] = reservation
+        inner(pool, reservation)
+
+    patch.setattr(BlockPool, "release", release)
+
+
+def free_on_a_hint(patch: pytest.MonkeyPatch) -> None:
+    """A worker gives granted memory back when it is told that nobody waits: the ranks hear nothing of it."""
+
+    async def run_cancels(service: WorkerService, subscription: Subscription) -> None:
+        async with subscription:
+            async for message in subscription:
+                sequence = service.table.get(decode(message.data, CancelWork).handoff_id)
+                if sequence is not None and sequence.memory is not None:
+                    service.replicas.of(sequence).pool.release(sequence.memory)
+
+    patch.setattr(WorkerService, "run_cancels", run_cancels)
+
+
+def obey_old_fences(patch: pytest.MonkeyPatch) -> None:
+    """Workers obey a broker that has been deposed."""
+    patch.setattr(HandoffTable, "admits_fence", lambda _table, _fence: True)
+
+
+def count_instead_of_tiling(patch: pytest.MonkeyPatch) -> None:
+    """The ledger is closed once something of every part has come."""
+
+    def closed(ledger: Ledger) -> bool:
+        num_told = sum(len(report.parts) for report in ledger.reports)
+        return num_told >= len(ledger.planned)
+
+    patch.setattr(Ledger, "closed", property(closed))
+
+
+def believe_every_frame(patch: pytest.MonkeyPatch) -> None:
+    """The router hands on what comes, also what came before."""
+    inner = TokenOrder.accept
+
+    def accept(order: TokenOrder, frame: TokenFrame) -> Sequence[int]:
+        inner(order, frame)
+        return frame.token_ids
+
+    patch.setattr(TokenOrder, "accept", accept)
+
+
+PLANTS: dict[str, tuple[Plant, str]] = {
+    "commit with an open ledger": (commit_with_an_open_ledger, "I3"),
+    "return memory twice": (return_memory_twice, "I1"),
+    "free on a hint": (free_on_a_hint, "I1"),
+    "obey old fences": (obey_old_fences, "fences"),
+    "count instead of tiling": (count_instead_of_tiling, "I3"),
+    "believe every frame": (believe_every_frame, "I4"),
+}
+"""Each fault, and the invariant that it breaks."""

@@ -1,0 +1,93 @@
+"""Every order of two handoffs that share a worker: the broker's core, decode's pool and table, and transfers that come late."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from services.broker.core.ledger import Ledger
+from services.broker.core.turn import Turn
+from tests.simulation.explored_world import Scenario, check_end, first_world, successors
+
+
+def explore(scenario: Scenario) -> int:
+    """Visit every world that can be reached; returns how many."""
+    first = first_world(scenario)
+    seen = {first.key()}
+    queue = deque([first])
+    while queue:
+        world = queue.popleft()
+        if not world.bag:
+            check_end(world)
+        for after in successors(world):
+            key = after.key()
+            if key not in seen:
+                seen.add(key)
+                queue.append(after)
+    return len(seen)
+
+
+def one(*, num_ranks: int = 1, may_crash: bool = False, may_repeat: bool = False, cancels: bool = False) -> Scenario:
+    """One request on workers of so many ranks."""
+    return Scenario(
+        num_requests=1,
+        num_ranks=num_ranks,
+        num_blocks=1,
+        may_crash=may_crash,
+        may_repeat=may_repeat,
+        cancels=cancels,
+    )
+
+
+def two(*, num_blocks: int, may_crash: bool = False, may_repeat: bool = False, checks: bool = True) -> Scenario:
+    """Two requests on workers of one rank, for which there is room or not."""
+    return Scenario(
+        num_requests=2,
+        num_ranks=1,
+        num_blocks=num_blocks,
+        may_crash=may_crash,
+        may_repeat=may_repeat,
+        checks=checks,
+    )
+
+
+@pytest.mark.parametrize(
+    ("scenario", "at_least"),
+    [
+        pytest.param(one(num_ranks=2), 1_000, id="two ranks"),
+        pytest.param(one(cancels=True), 1_000, id="the client leaves"),
+        pytest.param(one(may_crash=True), 1_000, id="decode dies"),
+        pytest.param(one(may_repeat=True), 1_000, id="something comes twice"),
+        pytest.param(one(cancels=True, may_crash=True), 5_000, id="both", marks=pytest.mark.long),
+        pytest.param(one(may_repeat=True, may_crash=True), 5_000, id="twice and dead", marks=pytest.mark.long),
+        pytest.param(one(num_ranks=2, may_crash=True), 5_000, id="two ranks die", marks=pytest.mark.long),
+        pytest.param(two(num_blocks=1), 10_000, id="two want one block", marks=pytest.mark.long),
+        pytest.param(two(num_blocks=2), 10_000, id="two have room", marks=pytest.mark.long),
+        pytest.param(two(num_blocks=1, may_crash=True), 10_000, id="two want one, and it dies", marks=pytest.mark.long),
+    ],
+)
+def test_every_order_ends_well(scenario: Scenario, at_least: int) -> None:
+    """Whatever order things come in: no block has two owners, no bytes land outside their grant, decode begins whole, all ends."""
+    assert explore(scenario) > at_least
+
+
+def test_the_explorer_sees_stale_writes() -> None:
+    """A planted fault: without the check of generations, what a dead start was granted lands in somebody else's memory."""
+    scenario = two(num_blocks=1, may_crash=True, checks=False)
+    with pytest.raises(AssertionError, match="I2"):
+        explore(scenario)
+
+
+def test_the_explorer_sees_an_open_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: with a ledger that is always closed decode begins with a part missing."""
+    monkeypatch.setattr(Ledger, "closed", property(lambda _ledger: True))
+    with pytest.raises(AssertionError, match="I3"):
+        explore(one(num_ranks=2))
+
+
+def test_the_explorer_sees_a_release_that_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: without releases memory stays where it is."""
+    monkeypatch.setattr(Turn, "release", lambda _turn, _role, _reason: None)
+    with pytest.raises(AssertionError, match="I6"):
+        explore(one(cancels=True))

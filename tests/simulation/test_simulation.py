@@ -1,0 +1,65 @@
+"""Whole meshes from seeds: every invariant holds whatever goes wrong, and a planted fault is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.campaign import Campaign, run_batch, run_campaign
+from tests.simulation.planted_faults import PLANTS, Plant
+from tests.simulation.simulate import simulate
+
+NUM_SAMPLED = 20
+NUM_LONG = 100_000
+FIRST_LONG_SEED = 1_000_000
+NUM_SEEDS_TO_FIND = 300
+_QUICK = {"commit with an open ledger", "return memory twice"}
+
+
+def test_no_invariant_is_broken_in_a_sample_of_schedules() -> None:
+    """Crashes, freezes, partitions, outages, noise and bad links: the seeds of the sample end as they should."""
+    found = run_batch(range(NUM_SAMPLED))
+    assert found.failures == {}
+    assert found.seen["takeover"] > NUM_SAMPLED
+    assert found.seen["request:length"] > NUM_SAMPLED
+
+
+def test_a_seed_gives_the_same_run_again() -> None:
+    """Everything follows from the seed, to the last line of the trace."""
+    first, second = (simulate(4, traced=True).lines for _ in range(2))
+    assert first == second
+    assert len(first) > 10
+
+
+def finds(invariant: str, *, checks: bool = True) -> bool:
+    """Whether some seed breaks the invariant."""
+    for seed in range(NUM_SEEDS_TO_FIND):
+        if any(each.startswith(invariant) for each in simulate(seed, checks=checks).violations):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("plant", "invariant"),
+    [
+        pytest.param(plant, invariant, id=name, marks=() if name in _QUICK else pytest.mark.long)
+        for name, (plant, invariant) in PLANTS.items()
+    ],
+)
+def test_a_planted_fault_is_found(plant: Plant, invariant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mistake in a real service breaks its invariant within a few hundred seeds."""
+    plant(monkeypatch)
+    assert finds(invariant)
+
+
+def test_a_data_plane_that_lets_stale_writes_in_is_found() -> None:
+    """Without the check of generations bytes land in memory that was given back."""
+    assert finds("I2", checks=False)
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_schedules() -> None:
+    """The same as the sample, for all of them, in two processes."""
+    total = Campaign()
+    for total in run_campaign(range(FIRST_LONG_SEED, FIRST_LONG_SEED + NUM_LONG), jobs=2):
+        assert total.failures == {}
+    assert total.num_schedules == NUM_LONG
