@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
 SHARED: Final = {
-    "meshes": ("pair", "slow_pair", "wide_pair"),
-    "planted meshes": ("planted_shm", "planted_tcp"),
-    "reference": ("reference",),
+    "meshes": ("pair: Probe", "slow_pair: Probe"),
+    "planted mesh": ("planted_shm: PlantedMesh",),
 }
-"""Session fixtures that are expensive to start: all files that ask for one of a row are given to the same process."""
+"""Meshes of a session, as tests ask for them: all files with one of a row are given to the same process."""
 FIRST: Final = ("e2e", "integration", "property", "contract")
 """The folders with the longest tests, which must not begin when everything else is done."""
 
@@ -46,9 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _scope(file: str, source: str) -> str:
-    """What the file is given out with: a test asks for a fixture by an annotated parameter."""
-    for scope, fixtures in SHARED.items():
-        if re.search(rf"\b({'|'.join(fixtures)}): ", source):
+    """What the file is given out with."""
+    for scope, parameters in SHARED.items():
+        if re.search(rf"\b({'|'.join(parameters)})\b", source):
             return scope
     return file
 
