@@ -6,18 +6,24 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
+from common.bus.kept_record import KeptRecord
 from common.bus.port import Bus
 from common.bus.refusals import Refusals
-from common.engine.fake import VOCAB_SIZE, fake_token
+from common.bus.storage import ROUTERS_CONFIG
+from common.engine.fake import EOS_TOKEN_ID, VOCAB_SIZE, fake_token
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.tasks import BoundedTasks
 from contracts import ids
+from contracts.codec import encode
 from contracts.errors import PdmeshError
 from contracts.requests import FinishReason, SamplingParams
+from contracts.routers import RouterRecord
 from services.router.core.placement import Loads, candidates
 from services.router.core.prompt_frames import pack_ids, prompt_hash
+from services.router.core.remainder import Remainder
 from services.router.core.retry import RetryPolicy
+from services.router.core.retry_budget import RetryBudget
 from services.router.core.vocabulary import Vocabulary
 from services.router.dispatch import Canceller, Dispatcher, Job
 from services.router.fleet import Fleet
@@ -93,9 +99,11 @@ class SimulatedRouter:
         packed = pack_ids(tuple(1 + (ask.number + place) % (VOCAB_SIZE - 1) for place in range(ask.num_prompt_tokens)))
         job = Job(
             request_id=ids.request_id(self._rng.randbytes(ids.ENTROPY_BYTES)),
-            packed=packed,
-            digest=prompt_hash(packed),
-            sampling=SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed, temperature=ask.temperature),
+            whole=Remainder(
+                packed=packed,
+                digest=prompt_hash(packed),
+                sampling=SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed, temperature=ask.temperature),
+            ),
             stops=(),
         )
         client.verdicts.say("client", f"request {ask.number} is {job.request_id}")
@@ -118,6 +126,11 @@ async def open_router(  # noqa: PLR0917 - a process's ports
     """What `services.router.app.start` puts together, without HTTP. Raises `BusError`."""
     registry = SilentMetrics()
     metrics = RouterMetrics(registry)
+    incarnation = rng.randbytes(8).hex()
+    sign = RouterRecord(router_id=router_id, incarnation=incarnation)
+    lease = KeptRecord(bus, log, ROUTERS_CONFIG, lambda: (router_id, encode(sign)))
+    await lease.open()
+    group.create_task(lease.run(), name="lease")
     refusals = Refusals(log, clock, registry)
     fleet = Fleet(bus, clock, refusals)
     inbox = TokenInbox(bus, refusals, router_id=router_id, max_waiting_frames=1024)
@@ -135,12 +148,17 @@ async def open_router(  # noqa: PLR0917 - a process's ports
     generator = Generator(
         model=MODEL,
         vocabulary=_VOCABULARY,
+        eos_token_ids=frozenset({EOS_TOKEN_ID}),
         fleet=fleet,
         inbox=inbox,
-        dispatcher=Dispatcher(bus, router_id=router_id, call_timeout_s=0.5),
+        dispatcher=Dispatcher(
+            bus, clock, router_id=router_id, incarnation=incarnation, call_timeout_s=0.5, outage_patience_s=3.0
+        ),
         canceller=Canceller(bus, clock, log, cancels, timeout_s=5.0),
         replayer=Replayer(bus, metrics, acknowledgements),
-        policy=RetryPolicy(max_attempts=4, first_delay_s=0.05, max_delay_s=1.0),
+        policy=RetryPolicy(max_attempts=4, max_failures=8, max_preemptions=64, first_delay_s=0.05, max_delay_s=1.0),
+        budget=RetryBudget(share=0.1, floor_per_s=2.0, capacity=64, now=clock.monotonic()),
+        reroute_wait_s=5.0,
         loads=Loads(),
         metrics=metrics,
         clock=clock,
