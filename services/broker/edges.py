@@ -11,7 +11,7 @@ import msgspec
 from common.bus.port import Bus, Entry, Snapshot, Subscription, Watch
 from common.bus.refusals import Refusals
 from common.bus.rpc import Handler, RpcEdge
-from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG
+from common.bus.storage import LINKS_CONFIG, ROUTERS_CONFIG, WORKERS_CONFIG
 from common.runtime.lifecycle import Log
 from contracts import subjects
 from contracts.codec import decode
@@ -19,6 +19,7 @@ from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenO
 from contracts.links import LinkRecord
 from contracts.pull import PullEnded
 from contracts.requests import Accepted, CancelRequest, Ping, Pong, ReplayTokens, SubmitRequest, WorkerRef
+from contracts.routers import RouterRecord
 from contracts.show import ShowHandoff
 from contracts.subjects import BrokerVerb
 from contracts.workers import WorkerRecord
@@ -46,12 +47,14 @@ class BrokerEdges:
         """Listen: first to what is told, then to what is asked. Raises `BusError`."""
         workers = await (await self._bus.ensure_bucket(WORKERS_CONFIG)).watch()
         links = await (await self._bus.ensure_bucket(LINKS_CONFIG)).watch()
+        routers = await (await self._bus.ensure_bucket(ROUTERS_CONFIG)).watch()
         parts = await self._bus.subscribe(subjects.PARTS_FILTER, max_pending=MAX_WAITING_REPORTS)
         rpc = RpcEdge(self._bus, self._group, self._log, self._broker.metrics)
         read = await rpc.serve(subjects.broker_rpc_filter(self._partition), self.handlers())
         for name, work in (
             ("workers", self._watch(workers)),
             ("links", self._watch_links(links)),
+            ("routers", self._watch_routers(routers)),
             ("parts", self._read_parts(parts)),
             ("rpc", read()),
             ("sweeps", self._broker.run_sweeps()),
@@ -150,6 +153,19 @@ class BrokerEdges:
         record = self._refusals.record("links", entry, LinkRecord, _link_key_of)
         if record is not None:
             self._broker.links.heard(entry.key, record)
+
+    async def _watch_routers(self, watch: Watch) -> None:
+        async with watch:
+            async for entry in watch:
+                match entry:
+                    case Snapshot():
+                        pass  # who is not in it falls silent, and silence is judged by the sweeps
+                    case Entry(deleted=True):
+                        self._broker.routers.left(entry.key)
+                    case Entry():
+                        record = self._refusals.record("routers", entry, RouterRecord, lambda each: each.router_id)
+                        if record is not None:
+                            self._broker.routers.heard(record)
 
 
 def _link_key_of(record: LinkRecord) -> str:

@@ -54,6 +54,7 @@ from services.broker.performer import Job, Performer
 from services.broker.plans import PairPlan, Plans
 from services.broker.presence import Presence
 from services.broker.records import Records
+from services.broker.router_presence import RouterPresence
 from services.broker.settings import BrokerSettings
 
 SWEEP_EVERY_S: Final = 0.1
@@ -93,6 +94,8 @@ class Broker:
         self._handoffs = LiveHandoffs(keep_ended_s=settings.keep_ended_s, max_ended=settings.max_ended)
         self.workers = Presence(bus, clock, log, on_gone=self._worker_gone)
         """Which workers are there: who watches `PD_WORKERS` feeds this."""
+        self.routers = RouterPresence(bus, clock, log, on_gone=self._router_gone)
+        """Which routers are there: who watches `PD_ROUTERS` feeds this."""
         self.links = plans.verdicts
         """What prefill workers say of pairs: who watches `PD_LINKS` feeds this."""
         self.draining = False
@@ -259,8 +262,7 @@ class Broker:
         for live in self._handoffs:
             live.tell(event)
 
-    def router_gone(self, router_id: str, incarnation: str) -> None:
-        """Cancel what this start of a router has asked for: who watches `PD_ROUTERS` calls this."""
+    def _router_gone(self, router_id: str, incarnation: str) -> None:
         event = RouterGone(at_ns=self._clock.monotonic_ns(), router_id=router_id, incarnation=incarnation)
         for live in self._handoffs:
             live.tell(event)
@@ -290,6 +292,7 @@ class Broker:
         while True:
             await self._clock.sleep(SWEEP_EVERY_S)
             self.workers.judge_silence()
+            self.routers.judge_silence()
             now = self._clock.monotonic()
             grace = self._settings.deadline_grace_ms / 1e3
             for live in self._handoffs:
@@ -321,6 +324,8 @@ class Broker:
             live.admission.set_result(None)
         before = self._handoffs.latest(handoff.record.request_id)
         self._handoffs.add(live)
+        if handoff.record.router_incarnation is not None:
+            self.routers.expect(handoff.record.router_id, handoff.record.router_incarnation)
         self._perform(live, effects)
         if before is not None:
             self._supersede(before, live)
