@@ -9,7 +9,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 export OMP_WAIT_POLICY := PASSIVE
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo up test test-long test-compose lint types layers check schemas clean
+.PHONY: demo up test test-long test-compose mutants lint types layers check schemas clean
 
 demo: $(VENV)/.worker
 	$(BIN)/pdmesh demo
@@ -27,6 +27,12 @@ test-long: $(VENV)/.dev
 # The compose stack on real containers, with the docker daemon that answers; on Debian, root needs none (compose/README.md).
 test-compose: $(VENV)/.dev
 	$(BIN)/python -m compose.smoke
+
+# Every core, with one small mistake after another: an hour or more. `mutants/` keeps the verdicts, so that a second run goes on.
+mutants: $(VENV)/.dev
+	$(PIP) --editable '.[mutation]'
+	$(BIN)/mutmut run --max-children 2
+	$(BIN)/python -m tests.mutation.report
 
 check: lint types layers
 
@@ -63,4 +69,4 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	touch $@ $(VENV)/.worker
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache mutants
