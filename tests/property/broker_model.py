@@ -180,8 +180,9 @@ def perform(world: World, effect: fx.Effect, offer: Offer, *, outages: bool) -> 
         case fx.AnswerSubmit():
             yield msgspec.structs.replace(world, num_submit_answers=world.num_submit_answers + 1)
         case fx.Forget():
-            assert world.handoff.terminal
-            assert world.told <= world.handoff.settled, "forgotten while somebody may hold memory"
+            if world.handoff.record.fence <= world.handoff.policy.fence:  # else it is another broker's
+                assert world.handoff.terminal
+                assert world.told <= world.handoff.settled, "forgotten while somebody may hold memory"
             yield msgspec.structs.replace(world, num_forgets=world.num_forgets + 1)
         case _:
             yield world
@@ -210,6 +211,7 @@ def store(world: World, effect: fx.StoreRecord, *, outages: bool) -> Iterator[Wo
         lost = ev.RecordConflict(at_ns=0, write=effect.write, found=found, revision=held or 0)
         yield msgspec.structs.replace(world, pending=world.pending | {lost})
         return
+    assert world.key is None or world.key[0].fence <= effect.record.fence, "wrote over a later term"
     revision = world.revision + 1
     outcomes: frozenset[ev.Event] = frozenset({ev.RecordStored(at_ns=0, write=effect.write, revision=revision)})
     if outages:
@@ -240,7 +242,8 @@ def check(before: Handoff, world: World) -> None:
     """What holds after every step."""
     handoff = world.handoff
     assert world.told == handoff.told
-    assert handoff.terminal or not handoff.forgotten, "made way for nobody"
+    made_way = handoff.record.fence > handoff.policy.fence
+    assert handoff.terminal or not handoff.forgotten or made_way, "made way for nobody"
     assert handoff.ledger is None or not handoff.forgotten, "what is over keeps no ledger"
     assert world.num_router_answers <= 1
     assert world.num_submit_answers <= 1
@@ -298,12 +301,20 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     ends_after_crash: set[tuple[HandoffState, HandoffState]]
 
 
+def rival_leads(world: World) -> World:
+    """A broker of a later term has found the record, and goes on with it."""
+    assert world.key is not None
+    record, revision = world.key
+    record = msgspec.structs.replace(record, fence=record.fence + 1)
+    return msgspec.structs.replace(world, key=(record, revision + 1), revision=revision + 1)
+
+
 def explore(
     worlds: list[World],
     offer: Offer,
     *,
     outages: bool = False,
-    rival: bool = False,
+    rival: Callable[[World], World] | None = None,
     crashes: Callable[[World], bool] = lambda _world: False,
     always: tuple[ev.Event, ...] = (),
     limit: int,
@@ -327,8 +338,8 @@ def explore(
                 if adopted not in seen:
                     seen.add(adopted)
                     queue.append(adopted)
-        if rival and world.key is not None and not world.key[0].state.terminal:
-            lost = rival_cancels(world)
+        if rival is not None and world.key is not None and not world.key[0].state.terminal and world.key[0].fence == 1:
+            lost = rival(world)
             if lost not in seen:
                 seen.add(lost)
                 queue.append(lost)

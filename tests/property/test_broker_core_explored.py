@@ -10,7 +10,7 @@ from contracts.pull import PullEnded
 from contracts.requests import FinishReason
 from services.broker.core import effects as fx
 from services.broker.core import events as ev
-from services.broker.core import progress
+from services.broker.core import progress, writes
 from services.broker.core import pulling as pulls
 from services.broker.core.handoff import Handoff
 from services.broker.core.ledger import Ledger
@@ -27,6 +27,8 @@ from tests.property.broker_model import (
     pulling,
     pulling_badly,
     refusing,
+    rival_cancels,
+    rival_leads,
     short,
     start,
     through,
@@ -68,8 +70,23 @@ def test_every_order_with_outages_of_the_bucket() -> None:
 
 def test_every_order_with_a_rival_that_cancels() -> None:
     """Commit against cancel is a compare-and-set on one key: whoever loses obeys, and no memory stays behind."""
-    found = explore(start(unasked, ()), unasked, rival=True, limit=20_000)
+    found = explore(start(unasked, ()), unasked, rival=rival_cancels, limit=20_000)
     assert found.ends == {HandoffState.FINISHED, HandoffState.CANCELLED}
+
+
+def test_every_order_with_a_broker_of_a_later_term() -> None:
+    """One that stood still and wakes finds another one's record: it writes and asks nothing more, and ends nothing."""
+    found = explore(start(unasked, (CANCEL,)), unasked, rival=rival_leads, limit=20_000)
+    assert found.ends == {HandoffState.FINISHED, HandoffState.CANCELLED}
+
+
+def test_the_explorer_sees_who_writes_over_a_later_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: a deposed broker that takes what it finds for its own goes red."""
+    monkeypatch.setattr(
+        writes, "_make_way", lambda turn, found, revision: turn.set(stored=found, revision=revision, writing=None)
+    )
+    with pytest.raises(AssertionError, match="wrote over a later term"):
+        explore(start(unasked, ()), unasked, rival=rival_leads, limit=20_000)
 
 
 def test_every_order_of_a_request_that_ends_with_its_first_token() -> None:

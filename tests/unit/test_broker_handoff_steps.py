@@ -212,3 +212,18 @@ def test_a_record_that_cannot_be_created_refuses_the_submit() -> None:
     assert [effect for effect in effects if isinstance(effect, fx.AnswerSubmit)] == [fx.AnswerSubmit(error=error)]
     assert not any(isinstance(effect, fx.AskRelease | fx.AnswerRouter) for effect in effects)
     assert handoff.forgotten
+
+
+def test_a_broker_that_finds_the_record_of_a_later_term_makes_way() -> None:
+    """It stood still, and another one went on: nothing is written, asked, released or told any more, whatever comes."""
+    handoff, _ = reserved(reserving())
+    later = msgspec.structs.replace(handoff.record, fence=5)
+    handoff, effects = step(handoff, ev.RecordConflict(at_ns=4 * SECOND, write=2, found=later, revision=7))
+    assert effects == (fx.Forget(),)
+    assert (handoff.record, handoff.forgotten) == (later, True)
+    for event in (
+        ev.DeadlinePassed(at_ns=12 * SECOND),
+        ev.CancelRequested(at_ns=5 * SECOND, reason="gone"),
+        ev.RunAccepted(at_ns=5 * SECOND, rpc_ms=1.0),
+    ):
+        assert step(handoff, event) == (handoff, ())

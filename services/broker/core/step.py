@@ -8,6 +8,7 @@ What holds, whatever comes late, twice, out of order, or not at all:
 
 1. Decode is asked to commit at most once by a broker, only with a closed ledger, a finished prefill and a free lock, and only
    after the bucket took COMMITTED. That compare-and-set is the only change of hands; whoever loses one obeys what it finds.
+   Who finds the record of a later term asks and writes nothing more.
 2. Once the deadline has been told, the handoff is terminal, whatever the bucket does.
 3. Every worker that was told of the request is told to release it, or has said that it did.
 4. The router gets one final answer from here when the handoff fails or is cancelled, none when it finishes.

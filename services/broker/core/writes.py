@@ -83,6 +83,9 @@ def conflicted(turn: Turn, write: int, found: HandoffRecord | None, revision: in
             turn.conclude(found)
         turn.set(stored=turn.handoff.record)  # the loser obeys: what was found stays
         return
+    if found is not None and found.fence > handoff.policy.fence:
+        _make_way(turn, found, revision)
+        return
     turn.set(stored=found, revision=revision, writing=None)
 
 
@@ -110,4 +113,10 @@ def _yield_to(turn: Turn, found: HandoffRecord) -> None:
     if not turn.handoff.submit_answered:
         turn.effects.append(AnswerSubmit(error=error))
     turn.set(writing=None, record=found, submit_answered=True, router_answered=True, forgotten=True)
+    turn.effects.append(Forget())
+
+
+def _make_way(turn: Turn, found: HandoffRecord, revision: int) -> None:
+    """A broker of a later term goes on with it: this one's word counts no more, and what it was told is asked for there."""
+    turn.set(record=found, stored=found, revision=revision, writing=None, ledger=None, forgotten=True)
     turn.effects.append(Forget())
