@@ -89,3 +89,23 @@ def test_another_lock_begins_anew_and_revisions_go_on() -> None:
     assert parts.add(pulled(shard(0, 0, ShardState.PULLING), lock=2)) == {0}
     (report,) = parts.reports()
     assert (report.revision, report.parts, report.num_bytes) == (2, (), 0)
+
+
+def test_whatever_is_known_of_a_handoff_makes_reports_of_it() -> None:
+    """Parts without a shard too: each report names the handoff and the start of the worker, and the shards are in order."""
+    parts = PulledParts("r1-0", "i1")
+    merged = RoleMerged(rank=1, seq=1, lock=1, role=Role.CONV, merge_ms=0.5, parts=(part(Role.CONV, 2, (0, 1)),))
+    assert parts.add(merged) == {2}
+    assert parts.add(merged) == set()
+    (report,) = parts.reports()
+    assert (report.handoff_id, report.incarnation, report.source_dp_rank) == ("r1-0", "i1", 0)
+    assert (report.source_rank, report.revision, report.parts) == (2, 1, (done(Role.CONV, 1, (0, 1)),))
+    assert parts.add(pulled(shard(2, 1, ShardState.PULLING))) == {2}
+    again = pulled(shard(2, 1, ShardState.DONE, 8, 1.0), part(Role.CONV, 2, (0, 1)), part(Role.KEY, 3, (0, 16)))
+    assert parts.add(again) == {2, 3}
+    assert parts.add(pulled(shard(2, 0, ShardState.PULLING))) == {2}
+    assert [(each.source_rank, each.destination_rank) for each in parts.shards] == [(2, 0), (2, 1)]
+    assert [each.source_rank for each in parts.reports()] == [2, 3]
+    assert parts.report(3).revision == 1
+    parts.begin(source_dp_rank=1)
+    assert (parts.shards, parts.reports()) == ((), ())
