@@ -26,6 +26,7 @@ from contracts.codec import Versioned, decode, encode
 from contracts.handoff import (
     CommitHandoff,
     Grant,
+    HandoffList,
     PartDone,
     PartsReport,
     PrefillFinished,
@@ -163,6 +164,8 @@ class InstantWorkers:
                     manifest=self._manifests[role][decode(message.data, DescribeWorker).rank],
                     region=None,
                 )
+            case WorkerVerb.HANDOFFS:
+                return HandoffList(incarnation=worker.incarnation, handoff_ids=())
             case verb:
                 raise AssertionError(f"nobody should ask {role} for {verb}")
 
