@@ -136,6 +136,32 @@ class Plane:
             case Weather.BLACK_HOLE:
                 self._gives_up(transfer, _GIVES_UP_S, arrives=self._rng.random() < 0.7)
 
+    # Pulls.
+
+    def read_seconds(self, source: Grant) -> float:
+        """How long the next shard takes that is read under a grant."""
+        seconds = self._rng.uniform(*_LATENCY_S)
+        match self.weather.get(source.worker_id, Weather.FAIR):
+            case Weather.SLOW:
+                return _SLOW * seconds
+            case Weather.BLACK_HOLE:
+                return _GIVES_UP_S
+            case _:
+                return seconds
+
+    def why_unread(self, source: Grant) -> str:
+        """Why what was read under a grant does not count; "" when it does. Its cells are looked at after the bytes."""
+        memory = self._memories[source.worker_id, source.incarnation, source.dp_rank]
+        weather = self.weather.get(source.worker_id, Weather.FAIR)
+        is_broken = weather is Weather.BLACK_HOLE or (weather is Weather.RAGGED and self._rng.random() < 0.3)
+        if memory.is_gone or is_broken or memory.granted(source) is None:
+            self.verdicts.saw("shard_failed")
+            return "the connection broke" if is_broken else "the source has taken its memory back"
+        self.verdicts.saw("shard_pulled")
+        return ""
+
+    # What becomes of a transfer.
+
     def _ragged(self, transfer: Transfer, seconds: float) -> None:
         chance = self._rng.random()
         if chance < 0.3:

@@ -31,6 +31,14 @@ class FaultKind(StrEnum):
     RAGGED_LINK = "ragged_link"  # transfers arrive twice, half, not at all, or after their sender gave up
 
 
+class Pulls(StrEnum):
+    """What a decode worker reads itself."""
+
+    NOTHING = "nothing"
+    STATES = "states"
+    ALL = "all"
+
+
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault. `whom` names a process or is empty; `severity` from 0 to 1 is how bad it is."""
 
@@ -66,6 +74,10 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
     chunk_tokens: int
     step_s: float
+    pulls: Pulls = Pulls.NOTHING
+    is_parallel: bool = True
+    verifies: bool = False
+    reserved_output_tokens: int = 0
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +129,10 @@ def _workers(rng: random.Random) -> tuple[WorkerPlan, ...]:
                 num_slots=rng.choice((2, 3, 8)),
                 chunk_tokens=rng.choice((8, 16, 64)),
                 step_s=rng.choice((0.004, 0.02, 0.06)),
+                pulls=rng.choice(tuple(Pulls)) if role == "decode" else Pulls.NOTHING,
+                is_parallel=rng.random() < 0.7,
+                verifies=role == "decode" and rng.random() < 0.2,
+                reserved_output_tokens=rng.choice((0, 1, 4)) if role != "prefill" else 0,
             )
             for number in range(count)
         ]

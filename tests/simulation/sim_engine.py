@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from common.engine.fake import FakeEngine
-from common.engine.port import EngineDeadError, EngineError, StepResult
+from common.engine.port import EngineDeadError, EngineError, PullResult, StepResult
 from common.runtime.clock import Clock
-from contracts.rank import BindSequence, ExtendSequences, PartPushed, RankProgress, StepPlan
+from contracts.handoff import Grant
+from contracts.manifest import PlannedPart
+from contracts.rank import (
+    BindSequence,
+    ExtendSequences,
+    PartPushed,
+    PullReport,
+    PullShards,
+    PullStopped,
+    RankProgress,
+    StepPlan,
+)
 from contracts.requests import WorkerRef
 from tests.simulation.plane import Phase, Plane, Transfer
-from tests.simulation.schedule import BLOCK_SIZE, WorkerPlan
+from tests.simulation.schedule import BLOCK_SIZE, Pulls, WorkerPlan
+from tests.simulation.sim_pull import PULL, SimulatedReads
 
 _MAX_REPORTS: Final = 1 << 16
 
@@ -30,8 +43,10 @@ class SimulatedEngine(FakeEngine):
             block_size=BLOCK_SIZE,
             num_blocks=plan.num_blocks,
             num_slots=plan.num_slots,
+            num_staging_rows=0 if plan.pulls is Pulls.NOTHING else plan.num_slots,
             step_s=plan.step_s,
         )
+        self.__dict__["reads"] = SimulatedReads(plane)
         self._plane = plane
         self._ref = WorkerRef(worker_id=plan.worker_id, incarnation=incarnation)
         self.memory = plane.add(self._ref, dp_rank, BLOCK_SIZE)
@@ -55,6 +70,46 @@ class SimulatedEngine(FakeEngine):
         if binding.push is not None:
             ref = WorkerRef(worker_id=binding.push.grant.worker_id, incarnation=binding.push.grant.incarnation)
             self._plane.plans[binding.handoff_id] = (self._links[ref].plan, binding.push.num_cached_tokens)
+
+    async def pull(self, command: PullShards, observe: Callable[[PullReport], None]) -> PullResult:
+        """See `Engine.pull`. What has been read lies here from then on."""
+        self._check_alive()
+
+        def arrived(report: PullReport) -> None:
+            self._arrived(command, report)
+            observe(report)
+
+        token = PULL.set(command)
+        try:
+            return await super().pull(command, arrived)
+        finally:
+            PULL.reset(token)
+
+    def _arrived(self, command: PullShards, report: PullReport) -> None:
+        owner = self.memory.owner(command.seq)
+        if isinstance(report, PullStopped) or owner is None:
+            return
+        binding = owner.binding
+        grant = Grant(
+            worker_id=self._ref.worker_id,
+            incarnation=self._ref.incarnation,
+            generation=binding.generation,
+            block_ids=tuple(owner.blocks),
+            slot=binding.slot,
+        )
+        for part in report.parts:
+            planned = PlannedPart(
+                namespace=part.namespace,
+                role=part.role,
+                layer=part.layer,
+                src_rank=part.source_rank,
+                dst_rank=report.rank,
+            )
+            for start, end in part.ranges:
+                if not owner.started:  # a report may be told again
+                    problem = self.memory.write(grant, binding.handoff_id, planned, start, end)
+                    if problem:
+                        self._plane.verdicts.broken("I2", problem)
 
     async def extend(self, command: ExtendSequences) -> None:
         """See `Engine.extend`."""

@@ -20,8 +20,9 @@ from common.worker.core.admission import Command
 from common.worker.engines import start_engines
 from common.worker.host import WorkerHost
 from common.worker.service import WorkerParts, WorkerService
-from common.worker.settings import EngineKind, WorkerSettings
+from common.worker.settings import EngineKind, PulledRoles, WorkerSettings
 from contracts.errors import PdmeshError
+from contracts.pull import Transfer
 from services.broker.app import make_leadership
 from services.broker.leadership import Leadership
 from services.broker.settings import BrokerSettings
@@ -30,7 +31,7 @@ from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
 from tests.simulation.plane import Plane
 from tests.simulation.processes import Process, simulation_loop
-from tests.simulation.schedule import BLOCK_SIZE, Schedule, WorkerPlan
+from tests.simulation.schedule import BLOCK_SIZE, Pulls, Schedule, WorkerPlan
 from tests.simulation.silent_metrics import SilentMetrics
 from tests.simulation.sim_bus import SimulatedBus, SimulatedServer
 from tests.simulation.sim_engine import SimulatedEngine
@@ -153,6 +154,8 @@ class SimulatedMesh:
             prefill_chunk_tokens=plan.chunk_tokens,
             release_timeout_ms=20,
             deadline_grace_s=2.0,
+            reserve_output_tokens=plan.reserved_output_tokens,
+            **_pull_settings(plan),
         )
         incarnation = f"i{seat.num_starts}-{plan.worker_id}"
         engines = tuple(SimulatedEngine(self.plane, self.clock, plan, incarnation, rank) for rank in range(plan.dp))
@@ -253,6 +256,20 @@ class SimulatedMesh:
                     service.replicas.check_integrity()
                 except AssertionError as error:
                     self.verdicts.broken("I1", f"{name}: {error}")
+
+
+def _pull_settings(plan: WorkerPlan) -> dict[str, Any]:
+    """What only a decode worker is told."""
+    if plan.role != "decode":
+        return {}
+    if plan.pulls is Pulls.NOTHING:
+        return {"verify_cache": plan.verifies}
+    return {
+        "transfer": Transfer.PULL,
+        "pull": PulledRoles(plan.pulls.value),
+        "parallel_shard_pull": plan.is_parallel,
+        "verify_cache": plan.verifies,
+    }
 
 
 def watch_fences(service: WorkerService, verdicts: Verdicts) -> None:
