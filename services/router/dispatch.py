@@ -159,7 +159,7 @@ class Dispatcher:
                 if isinstance(answer, Refused):
                     raise ExplicitRefusal(answer.error.message, code=answer.error.code, param=answer.error.param)
                 return
-            await self._clock.sleep(min(_OUTAGE_PAUSE_S, patience.remaining))
+            await self._clock.sleep(_OUTAGE_PAUSE_S)
 
 
 class Canceller:
@@ -206,7 +206,7 @@ class Canceller:
         while not deadline.passed:
             if await self._ask_broker(request, submission, deadline):
                 return
-            await self._clock.sleep(min(_CANCEL_PAUSE_S, deadline.remaining))
+            await self._clock.sleep(_CANCEL_PAUSE_S)
             await self._hint(attempt)
         self._note_unheard(attempt, request.reason)
 

@@ -130,7 +130,7 @@ class Generator:
                     raise
                 if error.code is not ErrorCode.NO_ROUTE or patience.passed:
                     raise _stuck(course.failure, error) from error
-                await self.clock.sleep(min(_LOOK_AGAIN_S, patience.remaining))
+                await self.clock.sleep(_LOOK_AGAIN_S)
             else:
                 break
         self.metrics.attempts.inc()

@@ -1,0 +1,139 @@
+"""A decode worker of two is killed in the middle of streams, and a router: the streams go on, the memory comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from common.runtime.clock import SystemClock
+from loadtest.mesh import Mesh, MeshSpec
+from tests.e2e.conftest import MODEL
+from tests.e2e.mesh_probe import Probe
+from tests.e2e.proc import DEADLINE_S, descendants
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SPEC: Final = MeshSpec(
+    mode="P1/D1 x 2",
+    model=MODEL,
+    workers=(("prefill", "tp=1"), ("decode", "tp=1"), ("decode", "tp=1")),
+    restart=True,
+)
+PROMPT: Final = tuple(60 + number % 900 for number in range(40))
+MAX_TOKENS: Final = 200
+BEFORE: Final = 5
+GREEDY: Final[dict[str, Any]] = {"temperature": 0}
+SAMPLED: Final[dict[str, Any]] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Probe]:
+    """A mesh of its own: its services are killed, and started again by `pdmesh up`."""
+    running = await Mesh.start(SPEC, tmp_path_factory.mktemp("two-decodes"), SystemClock(), print)
+    try:
+        async with Probe(running) as probe:
+            yield probe
+    finally:
+        assert await running.stop()
+
+
+def _pid(probe: Probe, service: str, worker_id: str = "") -> int:
+    """The process of one service, as its command line says."""
+    assert isinstance(probe.mesh, Mesh)
+    for pid in descendants(probe.mesh.pid):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if f"services.{service}\0".encode() in words and worker_id.encode() in words:
+            return pid
+    raise AssertionError(f"{service} {worker_id} does not run")
+
+
+class _Client:
+    """One stream, token by token."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+        self.token_ids: list[int] = []
+        self.request_id = ""
+        self.error: dict[str, Any] | None = None
+        self.begun = asyncio.Event()
+
+    async def run(self, probe: Probe) -> None:
+        """Read to the end."""
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
+        body |= {"return_token_ids": True, **self._fields}
+        async with probe.http.post(f"{probe.url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                data = line.removeprefix(b"data: ").strip()
+                if not data or data == b"[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    self.error = event["error"]
+                    return
+                self.request_id = event["id"].removeprefix("cmpl-")
+                self.token_ids += event["choices"][0]["token_ids"]
+                if len(self.token_ids) >= BEFORE:
+                    self.begun.set()
+
+
+async def test_a_killed_decode_worker_ends_no_stream(mesh: Probe) -> None:
+    """Greedy and sampled streams are token by token those that nothing disturbed; the killed worker's were going on elsewhere."""
+    expected = []
+    for fields in (GREEDY, SAMPLED):
+        undisturbed = _Client(fields)
+        await undisturbed.run(mesh)
+        assert len(undisturbed.token_ids) == MAX_TOKENS
+        expected.append(undisturbed.token_ids)
+    clients = [_Client(fields) for fields in (GREEDY, SAMPLED) * 2]
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        for client in clients:
+            group.create_task(client.run(mesh))
+        for client in clients:
+            await client.begun.wait()
+        os.kill(_pid(mesh, "decode", "decode-1"), signal.SIGKILL)
+    assert [client.error for client in clients] == [None] * len(clients)
+    assert [client.token_ids for client in clients] == expected * 2
+    moved = [
+        event
+        for client in clients
+        for event in mesh.of_request(client.request_id)
+        if not event["handoff_id"].endswith("-0")
+    ]
+    assert moved, "decode-1 had none of the streams: nothing was tested"
+
+
+async def test_a_killed_router_holds_no_memory(mesh: Probe) -> None:
+    """Nobody waits any more: what its requests held comes back, long before their deadlines."""
+    client = _Client({**GREEDY, "max_tokens": 4000})
+    reading = asyncio.get_running_loop().create_task(client.run(mesh))
+    await client.begun.wait()
+    os.kill(_pid(mesh, "router"), signal.SIGKILL)
+    with pytest.raises(aiohttp.ClientError):
+        await reading
+    cancelled = await mesh.event(
+        lambda event: event["request_id"] == client.request_id and event["event"] == "request_cancelled"
+    )
+    assert "is gone" in json.dumps(cancelled)
+    async with asyncio.timeout(DEADLINE_S):
+        while any([(await mesh.scan(each.role, each.worker_id)).held_blocks for each in await mesh.workers()]):
+            await SystemClock().sleep(0.1)
+        while not await _is_ready(mesh):  # the router starts again, and can be drained then
+            await SystemClock().sleep(0.1)
+
+
+async def _is_ready(probe: Probe) -> bool:
+    try:
+        async with probe.http.get(f"{probe.url}/ready") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False

@@ -1,0 +1,162 @@
+"""Handing an attempt on, and taking it back: what is repeated, what is waited out, and what is not sent any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from common.bus.errors import BusUnavailable, NoResponders
+from common.bus.memory import MemoryServer
+from common.bus.port import Bus
+from common.runtime.clock import Deadline
+from common.runtime.tasks import BoundedTasks
+from common.runtime.virtual_time import VirtualClock, run_virtual
+from contracts import subjects
+from contracts.codec import decode, encode
+from contracts.errors import ErrorCode, PdmeshError
+from contracts.requests import Accepted, MixedRoute, SamplingParams, SubmitRequest, WorkerRef
+from contracts.subjects import BrokerVerb
+from services.router.core.prompt_frames import pack_ids, prompt_hash
+from services.router.core.remainder import Remainder
+from services.router.dispatch import Attempt, Canceller, Dispatcher, Job, Submission
+
+PATIENCE_S = 12.0
+PACKED = pack_ids([1, 2, 3])
+WHOLE = Remainder(packed=PACKED, digest=prompt_hash(PACKED), sampling=SamplingParams(max_tokens=4, seed=1))
+JOB = Job(request_id="r1", whole=WHOLE, stops=())
+ROUTE = MixedRoute(mixed=WorkerRef(worker_id="mixed-0", incarnation="i"))
+
+
+def attempt(number: int = 0, job: Job = JOB) -> Attempt:
+    """One of several at the same job."""
+    return Attempt(job=job, remainder=WHOLE, number=number, handoff_id=f"{job.request_id}-{number}", route=ROUTE)
+
+
+def dispatcher(bus: Bus, clock: VirtualClock) -> Dispatcher:
+    """With a second for each call."""
+    return Dispatcher(
+        bus, clock, router_id="router-0", incarnation="i", call_timeout_s=1.0, outage_patience_s=PATIENCE_S
+    )
+
+
+def in_bus(scenario: Callable[[MemoryServer, VirtualClock], Awaitable[None]]) -> None:
+    """Run on the in-memory bus in virtual time."""
+
+    async def main(clock: VirtualClock) -> None:
+        await scenario(MemoryServer(clock), clock)
+
+    run_virtual(main)
+
+
+async def _broker(server: MemoryServer, heard: list[SubmitRequest], *, deaf: int = 0) -> None:
+    """Accept whatever is submitted, but for the first `deaf` deliveries."""
+    async with await server.connect().subscribe(subjects.broker_rpc(BrokerVerb.SUBMIT)) as calls:
+        async for message in calls:
+            heard.append(decode(message.data, SubmitRequest))
+            if len(heard) > deaf:
+                await message.respond(encode(Accepted(handoff_id=heard[-1].handoff_id)))
+
+
+def test_each_delivery_names_the_time_that_is_left() -> None:
+    """A repeat does not promise time that has passed."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        heard: list[SubmitRequest] = []
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(_broker(server, heard, deaf=2))
+            await clock.sleep(0.0)
+            await dispatcher(server.connect(), clock).submit(attempt(), Deadline.after(clock, 10.0))
+            task.cancel()
+        assert [round(each.timeout_ms, -2) for each in heard] == [10_000, 9_000, 8_000]
+        assert len({(each.handoff_id, each.router_incarnation) for each in heard}) == 1
+
+    in_bus(scenario)
+
+
+def test_a_submit_that_comes_too_late_is_refused_here() -> None:
+    """Nothing is sent: nobody could answer in time."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        deadline = Deadline.after(clock, 0.0004)
+        with pytest.raises(PdmeshError) as caught:
+            await dispatcher(server.connect(), clock).submit(attempt(), deadline)
+        assert caught.value.code is ErrorCode.DEADLINE_EXCEEDED
+
+    in_bus(scenario)
+
+
+@pytest.mark.parametrize("outage", ["no broker", "no bus"])
+def test_an_outage_is_waited_out(outage: str) -> None:
+    """A broker that takes over within its lease, and a server that comes back, take the submit; no attempt is spent."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        heard: list[SubmitRequest] = []
+        bus = server.connect()
+        async with asyncio.TaskGroup() as group:
+
+            async def recover() -> None:
+                await clock.sleep(PATIENCE_S - 1.0)
+                if outage == "no bus":
+                    server.come_back()
+                await _broker(server, heard)
+
+            if outage == "no bus":
+                server.go_down()
+            task = group.create_task(recover())
+            await dispatcher(bus, clock).submit(attempt(), Deadline.after(clock, 60.0))
+            task.cancel()
+        assert len(heard) == 1
+
+    in_bus(scenario)
+
+
+@pytest.mark.parametrize(("outage", "error"), [("no broker", NoResponders), ("no bus", BusUnavailable)])
+def test_an_outage_is_not_waited_out_for_ever(outage: str, error: type[Exception]) -> None:
+    """It fails the attempt by name once that has taken too long."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        bus = server.connect()
+        if outage == "no bus":
+            server.go_down()
+        began = clock.monotonic()
+        with pytest.raises(error):
+            await dispatcher(bus, clock).submit(attempt(), Deadline.after(clock, 60.0))
+        assert PATIENCE_S <= clock.monotonic() - began < PATIENCE_S + 1.0
+
+    in_bus(scenario)
+
+
+def test_a_worker_that_nobody_hears_of_is_not_waited_for() -> None:
+    """It is dead: another attempt goes elsewhere at once."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        began = clock.monotonic()
+        with pytest.raises(NoResponders):
+            await dispatcher(server.connect(), clock).send_prompt(attempt(), Deadline.after(clock, 60.0))
+        assert clock.monotonic() - began < 0.1
+
+    in_bus(scenario)
+
+
+def test_a_cancel_that_nobody_hears_is_told_once_a_request() -> None:
+    """Its attempts have the same cause; another request is told of on its own."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        log: Any = structlog.get_logger()
+        with capture_logs() as lines:
+            async with asyncio.TaskGroup() as group:
+                canceller = Canceller(
+                    server.connect(), clock, log, BoundedTasks(group, name="cancel", limit=8), timeout_s=1.0
+                )
+                other = Job(request_id="r2", whole=WHOLE, stops=())
+                for each in (attempt(0), attempt(1), attempt(2), attempt(0, other)):
+                    canceller.cancel(each, Submission.ACCEPTED, reason="test")
+        told = [line["request_id"] for line in lines if line["event"] == "cancel_not_heard"]
+        assert sorted(told) == ["r1", "r2"]
+
+    in_bus(scenario)
