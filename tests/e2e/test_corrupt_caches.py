@@ -34,7 +34,9 @@ async def test_one_wrong_block_on_one_rank_fails_its_request_alone(tmp_path: Pat
             assert tuple(choice["token_ids"]) == short.output_ids[:NUM_TOKENS]
             body = {"model": "tiny", "prompt": list(long.token_ids), "max_tokens": NUM_TOKENS, "temperature": 0}
             async with probe.http.post(f"{probe.url}/v1/completions", json=body) as response:
-                assert response.status == 500  # and the rank that plants the fault has the memory that it takes for that
+                assert (
+                    response.status == 500
+                )  # and the rank that plants the fault has the memory that it takes for that
             baseline = await probe.holdings()
             async with probe.http.post(f"{probe.url}/v1/completions", json=body) as response:
                 assert response.status == 500

@@ -51,7 +51,9 @@ async def test_one_wrong_byte_on_one_rank_is_named(reference: Any, tmp_path: Pat
     """A part that was left out shows as one difference: its cache, on its rank."""
     prompt = reference.prompts[2].token_ids
     async with AsyncExitStack() as stack:
-        pair = await Pair.make(stack, reference.folder, tmp_path, (2, 2), failpoints="zero:role=ssm,layer=0,destination=1")
+        pair = await Pair.make(
+            stack, reference.folder, tmp_path, (2, 2), failpoints="zero:role=ssm,layer=0,destination=1"
+        )
         await pair.bind(0, len(prompt))
         await pair.compute([prompt])
         await pair.collect([len(prompt)])
