@@ -5,7 +5,7 @@ import pytest
 from common.worker.core import sent_tokens
 from common.worker.core.ended_streams import EndedStreams
 from common.worker.core.sent_tokens import SentTokens
-from contracts.errors import InvalidValueError
+from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError
 from contracts.requests import FinishReason, TokenFrame
 
 
@@ -70,6 +70,35 @@ def test_a_later_attempt_goes_on_behind_the_delivered_tokens() -> None:
     for index in (4, 8):
         with pytest.raises(InvalidValueError, match=r"the rule is: 5 to 7"):
             made.frame(index)
+
+
+def test_an_error_comes_with_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame before the last says nothing of it; one of a stream that goes on has neither reason nor error."""
+    monkeypatch.setattr(sent_tokens, "MAX_FRAME_TOKENS", 2)
+    made = tokens(3)
+    running = made.frame(2)
+    assert (running.final, running.finish_reason, running.error) == (False, None, None)
+    error = ErrorInfo(code=ErrorCode.INTERNAL, message="a rank is gone")
+    made.end(None, error)
+    first, last = made.frame(0), made.frame(2)
+    assert (first.final, first.error) == (False, None)
+    assert (last.final, last.finish_reason, last.error) == (True, None, error)
+    ended = tokens(0)
+    ended.end(None, None)
+    assert ended.frame(0) == TokenFrame(
+        handoff_id="r1-0", request_id="r1", attempt=0, index=0, token_ids=(), final=True, num_tokens=0
+    )
+    with pytest.raises(InvalidValueError, match=r"^index: 4 is not allowed; the rule is: 0 to 3$"):
+        made.frame(4)
+
+
+def test_ended_streams_are_given_back_and_all_of_their_tokens_count() -> None:
+    """The stream itself; many short ones fill the room as one long one does."""
+    kept = EndedStreams(max_tokens=10)
+    streams = {name: tokens(4) for name in "abc"}
+    for name, stream in streams.items():
+        kept.keep(name, stream, until=9.0)
+    assert [kept.get(name) for name in "abc"] == [None, streams["b"], streams["c"]]
 
 
 def test_ended_streams_go_when_they_are_forgotten_or_their_moment_comes() -> None:
