@@ -79,6 +79,7 @@ class SimulatedMesh:
         self.server = SimulatedServer(clock, self.noise)
         self.seats = {name: Seat(name) for name in schedule.processes}
         self.everybody: list[Process] = []
+        self.clients: list[Client] = []
         self._rng = random.Random(schedule.seed + 2)
         self._workers = {worker.worker_id: worker for worker in schedule.workers}
 

@@ -29,6 +29,7 @@ _STEP_S: Final = 0.25
 _GRACE_S: Final = 1.0
 _SETTLING_S: Final = 40.0
 _REAPING_S: Final = 120.0
+_TURNS: Final = 3
 
 
 def simulate(seed: int, *, traced: bool = False, checks: bool = True) -> Verdicts:
@@ -97,6 +98,7 @@ def _ask(mesh: SimulatedMesh, client: Client) -> None:
         client.end("no router")
         return
     seat.clients.append(client)
+    mesh.clients.append(client)
     client.task = seat.process.spawn(seat.router.serve(client))
     client.task.add_done_callback(lambda _task: client.end("left"))  # before it had begun, or it has ended otherwise
     if client.ask.leaves_after_s is not None:
@@ -137,13 +139,16 @@ async def _reap(mesh: SimulatedMesh) -> None:
     """End every task in order, those of the dead too: nothing that they say is heard."""
     mesh.verdicts.closed = True
     for process in mesh.everybody:
-        process.is_dead = True
+        simulation_loop().go_on(process)
+    for client in mesh.clients:  # first: what they begin when they leave needs a process that goes on
+        if client.task is not None:
+            client.task.cancel()
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
     for seat in mesh.seats.values():
         if seat.bus is not None:
             seat.bus.vanish()
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for process in mesh.everybody:
-        simulation_loop().go_on(process)
     for task in tasks:
         task.cancel()
     if tasks:
