@@ -1,0 +1,169 @@
+"""The record in the bucket: what is written next, and what follows when a write is lost, taken by another, or unknown."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName
+from contracts.handoff import HandoffState
+from services.broker.core import effects as fx
+from services.broker.core import events as ev
+from services.broker.core.handoff import Handoff
+from services.broker.core.step import begin, step
+from tests.unit.broker_steps import (
+    KEY,
+    POLICY,
+    SECOND,
+    Effects,
+    finished,
+    names_of,
+    of,
+    record,
+    report,
+    reserved,
+    reserving,
+    stored,
+    submitted,
+)
+
+AWAY = ErrorInfo(code=ErrorCode.BUS_UNAVAILABLE, message="away")
+
+
+def committing() -> Handoff:
+    """A handoff whose COMMITTED record is being written."""
+    handoff, _ = stored(reserved(reserving(KEY))[0])
+    handoff, _ = finished(handoff)
+    handoff, effects = step(handoff, report(KEY))
+    (store,) = of(effects, fx.StoreRecord)
+    assert (store.record.state, store.last) == (HandoffState.COMMITTED, 2)
+    return handoff
+
+
+def lost(handoff: Handoff, found: object, revision: int = 7) -> tuple[Handoff, Effects]:
+    """The write under way loses to what was found."""
+    event = ev.RecordConflict(at_ns=5 * SECOND, write=handoff.num_writes, found=found, revision=revision)  # type: ignore[arg-type]  # a record or None
+    return step(handoff, event)
+
+
+def unknown(handoff: Handoff) -> tuple[Handoff, Effects]:
+    """Nobody knows what became of the write under way."""
+    return step(handoff, ev.RecordUnwritten(at_ns=5 * SECOND, write=handoff.num_writes, error=AWAY))
+
+
+def test_the_outcome_of_another_write_says_nothing() -> None:
+    """Late or made up: the one under way is still waited for."""
+    handoff = committing()
+    write = handoff.num_writes - 1
+    for event in (
+        ev.RecordStored(at_ns=5 * SECOND, write=write, revision=9),
+        ev.RecordConflict(at_ns=5 * SECOND, write=write, found=None, revision=0),
+        ev.RecordUnwritten(at_ns=5 * SECOND, write=write, error=AWAY),
+    ):
+        assert step(handoff, event) == (handoff, ())
+    handoff, _ = stored(handoff)
+    for event in (
+        ev.RecordStored(at_ns=5 * SECOND, write=handoff.num_writes, revision=9),
+        ev.RecordConflict(at_ns=5 * SECOND, write=handoff.num_writes, found=None, revision=0),
+        ev.RecordUnwritten(at_ns=5 * SECOND, write=handoff.num_writes, error=AWAY),
+    ):
+        assert step(handoff, event) == (handoff, ())
+
+
+def test_a_write_whose_answer_was_lost_has_won_if_it_is_found() -> None:
+    """An earlier try got through: decode is asked to commit."""
+    handoff = committing()
+    handoff, effects = lost(handoff, handoff.writing)
+    assert [type(effect) for effect in effects] == [fx.AskCommit]
+    assert (handoff.state, handoff.revision, handoff.writing) == (HandoffState.COMMITTED, 7, None)
+
+
+def test_a_write_that_lost_to_an_older_record_is_made_again_on_top_of_it() -> None:
+    """Nobody of a later term, and no end: what is wanted is written behind what was found, or created anew."""
+    handoff = committing()
+    wanted = handoff.writing
+    older = replace(handoff.record, num_tokens=1)
+    again, effects = lost(handoff, older)
+    assert effects == (fx.StoreRecord(write=handoff.num_writes + 1, record=wanted, last=7),)  # type: ignore[arg-type]  # it is one
+    assert again.stored == older
+    again, effects = lost(handoff, None, revision=0)
+    assert effects == (fx.StoreRecord(write=handoff.num_writes + 1, record=wanted, last=None),)  # type: ignore[arg-type]  # it is one
+    assert (again.stored, again.revision) == (None, 0)
+
+
+def test_a_write_that_lost_to_an_end_obeys_it() -> None:
+    """The handoff ends as the record says; nothing more is written."""
+    handoff = committing()
+    ended = replace(handoff.record, state=HandoffState.CANCELLED, error=AWAY, num_tokens=2)
+    handoff, effects = lost(handoff, ended)
+    assert (handoff.record, handoff.stored, handoff.revision, handoff.writing) == (ended, ended, 7, None)
+    assert not of(effects, fx.StoreRecord)
+    assert names_of(effects) == [EventName.REQUEST_CANCELLED]
+    assert len(of(effects, fx.AskRelease)) == 2
+    (answer,) = of(effects, fx.AnswerRouter)
+    assert (answer.frame.index, answer.frame.error) == (2, AWAY)
+
+
+def test_an_end_that_was_told_stays_whatever_is_found() -> None:
+    """The deadline was told while the bucket was away; another end in it is neither told nor overwritten."""
+    handoff, _ = step(committing(), ev.DeadlinePassed(at_ns=12 * SECOND))
+    told = handoff.record
+    assert told.state is HandoffState.FAILED
+    handoff, effects = lost(handoff, replace(told, state=HandoffState.CANCELLED))
+    assert effects == ()
+    assert handoff.record == told == handoff.stored
+
+
+def test_a_commit_whose_write_is_unknown_is_never_made() -> None:
+    """The bucket may say COMMITTED or not: the handoff fails, and its end is written over either."""
+    handoff = committing()
+    wanted = handoff.writing
+    handoff, effects = unknown(handoff)
+    assert not of(effects, fx.AskCommit)
+    assert handoff.verdict is not None
+    assert handoff.verdict.error == AWAY
+    (store,) = of(effects, fx.StoreRecord)
+    assert (store.record.state, store.record.error, store.last) == (HandoffState.FAILED, AWAY, 2)
+    assert handoff.stored == wanted
+
+
+def test_an_end_whose_write_is_unknown_is_told_all_the_same() -> None:
+    """Whoever waits does not wait for the bucket."""
+    handoff, _ = stored(reserved(reserving(KEY))[0])
+    handoff, _ = step(handoff, ev.CancelRequested(at_ns=5 * SECOND, reason="gone"))
+    handoff, effects = unknown(handoff)
+    assert handoff.state is HandoffState.CANCELLED
+    assert names_of(effects) == [EventName.REQUEST_CANCELLED]
+    assert not of(effects, fx.StoreRecord)
+
+
+def test_an_ordinary_write_that_is_unknown_changes_nothing_else() -> None:
+    """The record of the grant is written behind: the handoff goes on."""
+    handoff, _ = reserved(reserving(KEY))
+    wanted = handoff.writing
+    after, effects = unknown(handoff)
+    assert effects == ()
+    assert after == replace(handoff, stored=wanted, writing=None)
+
+
+def test_a_record_that_was_never_created_fails_once_and_for_all() -> None:
+    """It is told in the answer to the submit; the end is taken as written."""
+    handoff, effects = unknown(begin(submitted(), POLICY)[0])
+    assert (handoff.state, handoff.record.error) == (HandoffState.FAILED, AWAY)
+    assert handoff.stored == handoff.record
+    assert [type(effect) for effect in effects] == [fx.AnswerSubmit, fx.Publish, fx.Forget]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_key_that_is_taken_is_yielded_to(is_same: bool) -> None:
+    """By the same request: it is accepted already. By another one: it is refused as a duplicate."""
+    handoff, _ = begin(submitted(), POLICY)
+    found = record(HandoffState.DECODING, router_incarnation="ir")
+    if not is_same:
+        found = replace(found, request_id="r2")
+    handoff, effects = lost(handoff, found)
+    error = None if is_same else ErrorInfo(code=ErrorCode.DUPLICATE, message="r1-0 is taken by another request")
+    assert effects == (fx.AnswerSubmit(error=error), fx.Forget())
+    assert (handoff.record, handoff.writing, handoff.forgotten) == (found, None, True)
+    assert (handoff.submit_answered, handoff.router_answered) == (True, True)
