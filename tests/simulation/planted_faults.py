@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from common.bus.lease import Lease
 from common.bus.port import Subscription
 from common.worker.core.blocks import BlockPool, Reservation
 from common.worker.core.table import HandoffTable
@@ -14,6 +16,7 @@ from contracts.codec import decode
 from contracts.requests import CancelWork, TokenFrame
 from services.broker.core.handoff import Handoff
 from services.broker.core.ledger import Ledger
+from services.broker.leadership import Leadership
 from services.router.core.token_order import TokenOrder
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -54,7 +57,12 @@ def free_on_a_hint(patch: pytest.MonkeyPatch) -> None:
 
 
 def obey_old_fences(patch: pytest.MonkeyPatch) -> None:
-    """Workers obey a broker that has been deposed."""
+    """A broker does not notice that it has been deposed, and workers obey it."""
+
+    async def keep(_leadership: Leadership, _lease: Lease) -> None:
+        await asyncio.Event().wait()
+
+    patch.setattr(Leadership, "_keep", keep)
     patch.setattr(HandoffTable, "admits_fence", lambda _table, _fence: True)
 
 
