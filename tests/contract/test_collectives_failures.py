@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
+from common.engine.collectives.distributed import DistributedCollectives
 from common.engine.collectives.group_memory import GroupMemory
 from common.engine.collectives.port import CollectiveAbortedError, Collectives, CollectiveTimeoutError
 from common.engine.collectives.shared_memory import SharedMemoryCollectives
@@ -175,6 +178,35 @@ def test_the_generation_counter_may_wrap() -> None:
         assert reduce_one(group) == 1.0
     assert group._generation == 2
     memory.close()
+
+
+class EndingWork:
+    """An operation that ends between the end of the wait for it and the look at it, well or with an error."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+        self.num_waits = 0
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Time out once."""
+        self.num_waits += 1
+        if self.num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        """It is, by now."""
+        return True
+
+
+def test_an_operation_that_ends_as_the_wait_runs_out_is_judged_by_its_own_end() -> None:
+    """It is no failure because a slice of the wait ran out first, and no success either if it failed."""
+    ended: Any = DistributedCollectives._ended
+    assert ended(EndingWork(""), 0.1) is True
+    with pytest.raises(RuntimeError, match="peer is gone"):
+        ended(EndingWork("peer is gone"), 0.1)
 
 
 def test_a_timeout_is_an_abort() -> None:

@@ -198,8 +198,8 @@ class DistributedCollectives:
         try:
             work.wait(timedelta(seconds=max(timeout_s, 0.001)))
         except RuntimeError:
-            # A slice that ran out and an operation that failed raise alike; only the latter is complete.
-            if work.is_completed():
-                raise
-            return False
+            # A slice that ran out and an operation that failed raise alike; only the latter is complete, or one that ended just now.
+            if not work.is_completed():
+                return False
+            work.wait(timedelta(seconds=0.001))  # does not wait any more; raises what the operation failed of
         return True
