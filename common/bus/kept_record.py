@@ -9,6 +9,7 @@ from typing import Final
 from common.bus.errors import BusError
 from common.bus.port import Bucket, BucketConfig, Bus
 from common.runtime.lifecycle import Log
+from contracts.errors import ErrorCode
 
 PUT_EVERY_S: Final = 2.0
 
@@ -48,9 +49,14 @@ class KeptRecord:
                 pass
             self._changed.clear()
             try:
-                await self.put(bucket)
+                # The bus itself would wait nearly as long as the record lives: one lost answer must not cost it its life.
+                async with asyncio.timeout(PUT_EVERY_S):
+                    await self.put(bucket)
             except BusError as error:
                 self._log.info("record_delayed", bucket=self._config.name, error_code=error.code)
+            except TimeoutError:
+                self._log.info("record_delayed", bucket=self._config.name, error_code=ErrorCode.BUS_UNAVAILABLE)
+                self._changed.set()  # at once, once more
 
     async def put(self, bucket: Bucket) -> None:
         """Put the record now. Raises `BusError`."""
