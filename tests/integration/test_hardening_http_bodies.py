@@ -28,5 +28,5 @@ async def test_an_error_about_max_tokens_uses_the_name_that_the_client_used(tmp_
     async with router_world(tmp_path) as world:
         for field in ("max_tokens", "max_completion_tokens"):
             status, answer, _ = await world.post("/v1/completions", PLAIN | {field: 1_000_000})
-            assert (status, answer["error"]["param"]) == (413, field)
+            assert (status, answer["error"]["param"]) == (400, field)
             assert field in answer["error"]["message"]
