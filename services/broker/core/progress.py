@@ -152,9 +152,13 @@ def check_parts(turn: Turn) -> None:
 
 
 def prefill_ended(turn: Turn, message: PrefillFinished) -> None:
-    """The prompt is computed: its first token, or an error."""
+    """The prompt is computed: its first token, or an error. An error may follow a token: the last pushes outlast the computing."""
     handoff = turn.handoff
-    if refusal(handoff, message) or not turn.open or handoff.finished is not None:
+    if refusal(handoff, message) or not turn.open:
+        return
+    if handoff.finished is not None:
+        if message.error is not None and turn.state is HandoffState.PREFILLING:
+            turn.fail(message.error)
         return
     if handoff.digests_awaited:
         turn.set(finished=message)
@@ -243,8 +247,10 @@ def refused(turn: Turn, ask: Ask, error: ErrorInfo) -> None:
             outstanding = handoff.commit_asked and not handoff.commit_accepted and not handoff.taken_over
         case _:
             assert_never(ask)
-    if handoff.may_be_over and error.code is ErrorCode.CANCELLED:
-        return  # it knows of no such handoff any more; what it said when it ended is delivered until it is written down
+    if error.code is ErrorCode.CANCELLED and (handoff.may_be_over or ask is Ask.COMMIT):
+        # It knows of no such handoff any more. If it was asked before and its answer was lost, it may be through with it: what it
+        # said when it ended is delivered until it is written down. If it was cancelled, who did that tells the broker, too.
+        return
     if outstanding:
         turn.fail(error)
 
