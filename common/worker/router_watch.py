@@ -8,13 +8,13 @@ from typing import Final
 from common.bus.heard import HeardTable
 from common.bus.port import Bucket, Bus, Entry, Snapshot
 from common.bus.refusals import Refusals
+from common.bus.silence import Silence
 from common.bus.storage import ROUTER_TTL_S, ttl_on
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
 from contracts.routers import RouterRecord
 
 _TICK_S: Final = 0.5
-_STANDSTILL_S: Final = ROUTER_TTL_S / 2
 
 
 class RouterWatch:
@@ -25,13 +25,12 @@ class RouterWatch:
     """
 
     def __init__(self, bus: Bus, clock: Clock, log: Log, refusals: Refusals, *, on_gone: Callable[[str], None]) -> None:
-        self._bus = bus
         self._clock = clock
         self._log = log
         self._refusals = refusals
         self._on_gone = on_gone
         self._heard: HeardTable[RouterRecord] = HeardTable(ttl_s=ttl_on(bus, ROUTER_TTL_S))
-        self._reconnects = bus.reconnects
+        self._silence = Silence(bus, clock, ttl_s=ROUTER_TTL_S)
 
     async def run(self, bucket: Bucket) -> None:
         """Watch who comes and signs off."""
@@ -50,19 +49,11 @@ class RouterWatch:
                             self._heard.put(record.router_id, record, self._clock.monotonic())
 
     async def run_ticks(self) -> None:
-        """Find those who have fallen silent.
-
-        An outage of the bus silences everybody and says nothing of anybody; nor can this process have heard anybody while it stood
-        still itself.
-        """
-        looked_at = self._clock.monotonic()
+        """Find those who have fallen silent. See `Silence` for when that can be told."""
         while True:
             await self._clock.sleep(_TICK_S)
             now = self._clock.monotonic()
-            stood_still = now - looked_at >= _STANDSTILL_S
-            looked_at = now
-            if stood_still or not self._bus.is_connected or self._bus.reconnects != self._reconnects:
-                self._reconnects = self._bus.reconnects
+            if self._silence.says_nothing():
                 self._heard.reconnected(now)
             for router_id in self._heard.expire(now):
                 self._gone(router_id)

@@ -10,6 +10,7 @@ from typing import Final
 from common.bus.heard import HeardTable
 from common.bus.port import Bucket, Bus, Entry, Snapshot
 from common.bus.refusals import Refusals
+from common.bus.silence import Silence
 from common.bus.storage import WORKER_TTL_S
 from common.engine.port import EngineDeadError
 from common.runtime.clock import Clock, Deadline
@@ -27,7 +28,6 @@ MAX_SOURCES: Final = 1024
 
 _LINK_S: Final = 70.0
 _TICK_S: Final = 0.5
-_STANDSTILL_S: Final = WORKER_TTL_S / 2
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,7 @@ class Sources:
         self._tasks = BoundedTasks(group, name="source", limit=2 * MAX_SOURCES)
         self._sources: dict[str, _Source] = {}
         self._heard: HeardTable[WorkerRecord] = HeardTable(ttl_s=WORKER_TTL_S)
-        self._reconnects = bus.reconnects
+        self._silence = Silence(bus, clock, ttl_s=WORKER_TTL_S)
 
     async def linked(self, ref: WorkerRef, deadline: Deadline) -> RankManifest:
         """Wait until `ref` can be read from; the layout of its first rank, which tells what a grant of it may name.
@@ -106,15 +106,11 @@ class Sources:
                         self._see(change)
 
     async def run_ticks(self) -> None:
-        """Let go of sources that have fallen silent. Neither an outage of the bus nor an own standstill says anything of them."""
-        looked_at = self._clock.monotonic()
+        """Let go of sources that have fallen silent. See `Silence` for when that can be told."""
         while True:
             await self._clock.sleep(_TICK_S)
             now = self._clock.monotonic()
-            stood_still = now - looked_at >= _STANDSTILL_S
-            looked_at = now
-            if stood_still or not self._bus.is_connected or self._bus.reconnects != self._reconnects:
-                self._reconnects = self._bus.reconnects
+            if self._silence.says_nothing():
                 self._heard.reconnected(now)
             for worker_id in self._heard.expire(now):
                 self._lost(worker_id)
