@@ -162,6 +162,21 @@ def test_a_first_token_that_ends_a_redispatched_request_is_the_next_one() -> Non
     assert handoff.verdict.num_tokens == 8
 
 
+def test_a_push_that_fails_behind_the_first_token_fails_the_handoff() -> None:
+    """The last pushes outlast the computing: their failure is heard although prefill has finished; a repeated end is not."""
+    handoff, _ = reserved(reserving())
+    done = PrefillFinished(handoff_id="r1-0", incarnation="ip", first_token=5)
+    finished, _ = step(handoff, ev.PrefillEnded(at_ns=4 * SECOND, message=done))
+    again, _ = step(finished, ev.PrefillEnded(at_ns=5 * SECOND, message=done))
+    assert again.verdict is None
+    error = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message="rank 1 could not push")
+    late = PrefillFinished(handoff_id="r1-0", incarnation="ip", error=error)
+    failed, _ = step(finished, ev.PrefillEnded(at_ns=5 * SECOND, message=late))
+    assert failed.verdict is not None
+    assert failed.verdict.state is HandoffState.FAILED
+    assert failed.verdict.error == error
+
+
 def test_a_refused_reserve_releases_prefill_which_holds_the_prompt() -> None:
     """The router sent it there before it asked here; nobody else would tell that worker that it is not wanted."""
     error = ErrorInfo(code=ErrorCode.OVERLOADED, message="no slot is free")
