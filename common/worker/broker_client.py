@@ -7,6 +7,7 @@ from typing import Final
 from common.bus.errors import BusError
 from common.bus.port import Bus
 from common.runtime.clock import Clock, Deadline
+from common.runtime.pauses import pauses
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, PdmeshError
@@ -38,15 +39,14 @@ class BrokerClient:
 
     async def deliver(self, report: Report, deadline: Deadline) -> Answer:
         """Send until it is answered; the answer may be a refusal. Raises DEADLINE_EXCEEDED when nobody answered in time."""
-        pause = _FIRST_PAUSE_S
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         subject = subjects.broker_rpc(_VERBS[type(report)])
         data = encode(report)
         while not deadline.passed:
             try:
                 reply = await self._bus.request(subject, data, timeout=min(_ASK_S, deadline.remaining))
             except BusError:
-                await self._clock.sleep(min(pause, deadline.remaining))
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                await self._clock.sleep(min(next(waits), deadline.remaining))
                 continue
             answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
             return answer

@@ -13,6 +13,7 @@ from common.bus.errors import BusError, BusTimeout, BusUnavailable, NoResponders
 from common.bus.port import Bus
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
+from common.runtime.pauses import pauses
 from common.runtime.tasks import BoundedTasks
 from contracts import subjects
 from contracts.codec import decode, encode
@@ -37,8 +38,8 @@ from services.router.core.prompt_frames import prompt_frames
 from services.router.core.remainder import Remainder
 
 _DELIVERIES: Final = 3
-_OUTAGE_PAUSE_S: Final = 0.1
-_CANCEL_PAUSE_S: Final = 0.1
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 1.0
 _MAX_UNHEARD: Final = 1024
 
 
@@ -138,6 +139,7 @@ class Dispatcher:
         """Deliver a message. `may_be_silent` says that somebody else will answer if nobody does now: the broker has successors."""
         patience = deadline.capped(self._outage_patience_s)
         unanswered = 0
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             timeout_ms = deadline.remaining_ms
             if timeout_ms < 1:
@@ -159,7 +161,7 @@ class Dispatcher:
                 if isinstance(answer, Refused):
                     raise ExplicitRefusal(answer.error.message, code=answer.error.code, param=answer.error.param)
                 return
-            await self._clock.sleep(_OUTAGE_PAUSE_S)
+            await self._clock.sleep(min(next(waits), max(_FIRST_PAUSE_S, patience.remaining)))
 
 
 class Canceller:
@@ -203,10 +205,12 @@ class Canceller:
         if submission is Submission.NONE:
             return
         deadline = Deadline.after(self._clock, self._timeout_s)
-        while not deadline.passed:
+        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             if await self._ask_broker(request, submission, deadline):
                 return
-            await self._clock.sleep(_CANCEL_PAUSE_S)
+            await self._clock.sleep(pause_s)
+            if deadline.passed:
+                break
             await self._hint(attempt)
         self._note_unheard(attempt, request.reason)
 

@@ -141,7 +141,8 @@ class Probe:
         ask = json.dumps({"subjects_filter": f"{prefix}>"}).encode()
         info = json.loads((await self.nats.request(f"$JS.API.STREAM.INFO.{stream}", ask)).data)
         found = []
-        for subject in sorted(info["state"]["subjects"]):
+        # A server leaves the list of subjects out where there are none: right after a restart no worker may have written yet.
+        for subject in sorted(info["state"].get("subjects", ())):
             last = (await self.nats.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"")).data
             if last:  # a worker that has signed off leaves an empty marker for a while
                 found.append(decode(last, WorkerRecord))
