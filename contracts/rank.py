@@ -33,8 +33,9 @@ class CollectivesKind(StrEnum):
 class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
     """The first message to a rank: load your shard, allocate your region. Answered by `RankStarted`.
 
-    It is tensor-parallel rank `rank` of `tp`, in replica `dp_rank` of the `dp` that its worker has. Behind its caches it keeps
-    `num_staging_rows` rows, each for what one sequence's states are made of while they are being pulled.
+    It is tensor-parallel rank `rank` of `tp`, in replica `dp_rank` of the `dp` that its worker has. Each `dcp` ranks in succession
+    share the blocks of a sequence: `num_blocks` counts those of one rank. Behind its caches it keeps `num_staging_rows` rows, each
+    for what one sequence's states are made of while they are being pulled.
     """
 
     worker_id: str
@@ -43,6 +44,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
     dp: int = 1
     rank: int
     tp: int
+    dcp: int = 1
     model_dir: str
     block_size: int
     num_blocks: int

@@ -103,6 +103,8 @@ class Rank:
         if start.num_speculative_tokens:
             rule = "0: this engine decodes one token at a time"
             raise InvalidValueError(field="num_speculative_tokens", value=start.num_speculative_tokens, rule=rule)
+        if start.dcp != 1:
+            raise InvalidValueError(field="dcp", value=start.dcp, rule="1: the ranks of this engine hold whole sequences")
         folder = Path(start.model_dir)
         config = load_config(folder)
         shard = RankShard(config=config, tp_rank=start.rank, tp_size=start.tp)

@@ -19,6 +19,7 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         dp=2,
         rank=1,
         tp=2,
+        dcp=2,
         model_dir="models/tiny",
         block_size=16,
         num_blocks=64,
