@@ -101,6 +101,43 @@ def test_aborting_a_sub_group_aborts_the_whole(fragile: Callable[..., Ranks]) ->
     assert [group.answer(rank)[0] for rank in range(2)] == ["CollectiveAbortedError"] * 2
 
 
+def leave_the_partner_alone(group: Collectives) -> None:
+    """Of two pairs, rank 1 does not come to its partner's exchange but, with the other pair, to one of all."""
+    pair = group.split([[0, 1], [2, 3]])
+    pair.barrier()
+    if group.rank == 0:
+        pair.exchange(torch.zeros(2))
+    group.exchange(torch.zeros(4))
+
+
+def test_a_timeout_in_a_sub_group_fails_the_whole(fragile: Callable[..., Ranks]) -> None:
+    """Nobody knows any more who took part in what: ranks of the other sub-group fail, and later calls, too."""
+    group = fragile(4, timeout_s=1.0)
+    group.start(leave_the_partner_alone, range(4))
+    kinds = [group.answer(rank)[0] for rank in range(4)]
+    assert set(kinds) <= {"CollectiveTimeoutError", "CollectiveAbortedError"}
+    group.start(reduce_one, range(4))
+    assert [group.answer(rank)[0] for rank in range(4)] == ["CollectiveAbortedError"] * 4
+
+
+def die_beside_the_partner(group: Collectives) -> None:
+    """Rank 0 waits for rank 1 in their sub-group, the other pair waits in the whole group."""
+    pair = group.split([[0, 1], [2, 3]])
+    if group.rank == 0:
+        pair.exchange(torch.zeros(2))
+    elif group.rank > 1:
+        group.barrier()
+
+
+def test_a_death_seen_in_a_sub_group_fails_the_whole(fragile: Callable[..., Ranks]) -> None:
+    """The ranks that wait in the whole group fail with it, long before the timeout (an hour here)."""
+    group = fragile(4, timeout_s=3600.0)
+    group.start(die_beside_the_partner, range(4))
+    assert group.answer(1) == ("ok", None)
+    group.kill(1)
+    assert [group.answer(rank)[0] for rank in (0, 2, 3)] == ["CollectiveAbortedError"] * 3
+
+
 def enter_different_collectives(group: Collectives) -> None:
     """Rank 0 sums, rank 1 gathers."""
     if group.rank == 0:

@@ -150,6 +150,48 @@ def test_broadcast_gives_all_ranks_the_roots_tensor(ranks: Ranks) -> None:
     assert ranks(broadcast_from_every_root) == [expected] * ranks.size
 
 
+def exchange_everything(group: Collectives) -> list[bytes]:
+    """Exchange rows of each shape in each dtype, contiguous and not; the long ones go in pieces."""
+    results = []
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            results.append(raw(group.exchange(values(group.rank, (group.size, *shape), dtype))))
+            across = values(group.rank, (*shape, group.size), dtype).movedim(-1, 0)
+            results.append(raw(group.exchange(across)))
+    return results
+
+
+def test_an_exchange_gives_each_rank_its_row(ranks: Ranks) -> None:
+    """Rank r gets row r of every rank's tensor, in rank order, and later collectives do not change it."""
+    size = ranks.size
+    for rank, answer in enumerate(ranks(exchange_everything)):
+        expected = []
+        for dtype in DTYPES:
+            for shape in SHAPES:
+                mine = [values(member, (size, *shape), dtype)[rank] for member in range(size)]
+                expected.append(raw(torch.stack(mine)))
+                mine = [values(member, (*shape, size), dtype)[..., rank] for member in range(size)]
+                expected.append(raw(torch.stack(mine)))
+        assert answer == expected
+
+
+def exchange_in_pairs(group: Collectives) -> tuple[list[int], list[int]]:
+    """Exchange in sub-groups of two ranks, beside the whole group."""
+    pairs = [list(range(first, min(first + 2, group.size))) for first in range(0, group.size, 2)]
+    pair = group.split(pairs)
+    near = pair.exchange(torch.arange(pair.size) + 10 * group.rank)
+    far = group.exchange(torch.arange(group.size) + 10 * group.rank)
+    return near.tolist(), far.tolist()
+
+
+def test_an_exchange_in_a_sub_group_stays_there(ranks: Ranks) -> None:
+    """Rows go by the number in the sub-group; the whole group exchanges beside it."""
+    for rank, (near, far) in enumerate(ranks(exchange_in_pairs)):
+        first = rank - rank % 2
+        assert near == [10 * member + rank % 2 for member in range(first, min(first + 2, ranks.size))]
+        assert far == [10 * member + rank for member in range(ranks.size)]
+
+
 def count_with_barriers(group: Collectives) -> list[int]:
     """Many meetings in a row, to wrap the slots' double buffer many times."""
     seen = []
@@ -194,6 +236,9 @@ def refuse_bad_calls(group: Collectives) -> list[str]:
         lambda: group.all_reduce_sum(torch.zeros(2, dtype=torch.float64)),
         lambda: group.all_gather(torch.zeros(2, 3, 4), 1),
         lambda: group.all_gather(torch.tensor(1.0)),
+        lambda: group.exchange(torch.zeros(group.size, dtype=torch.float64)),
+        lambda: group.exchange(torch.zeros(group.size + 1, 2)),
+        lambda: group.exchange(torch.tensor(1.0)),
         lambda: group.broadcast(group.size, torch.zeros(2)),
         lambda: group.gather_to(-1, torch.zeros(2)),
         lambda: group.split([[0], [0]]),
@@ -209,4 +254,7 @@ def refuse_bad_calls(group: Collectives) -> list[str]:
 
 def test_bad_arguments_are_refused_by_name(ranks: Ranks) -> None:
     """A wrong dtype, dimension, root or partition is an error that names it, raised before anybody is waited for."""
-    assert ranks(refuse_bad_calls) == [["tensor", "dim", "dim", "root", "root", "groups"]] * ranks.size
+    assert (
+        ranks(refuse_bad_calls)
+        == [["tensor", "dim", "dim", "tensor", "tensor", "tensor", "root", "root", "groups"]] * ranks.size
+    )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from common.engine.collectives.port import CollectiveAbortedError, CollectiveTimeoutError, partition_of
-from common.engine.collectives.tensors import check_root, check_tensor, check_timeout
+from common.engine.collectives.tensors import check_root, check_rows, check_tensor, check_timeout
 
 _SLICE_S: Final = 0.05
 _ABORT_KEY: Final = "pdmesh-collectives-aborted"
@@ -142,6 +142,14 @@ class DistributedCollectives:
         self._wait(lambda: dist.broadcast(flat, group=self._group, async_op=True, group_src=root))
         if flat is not tensor:
             tensor.copy_(flat)
+
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give each rank its row; row i of the result came from rank i."""
+        check_rows(tensor, self.size)
+        rows = tensor.contiguous()
+        received = torch.empty_like(rows)
+        self._wait(lambda: dist.all_to_all_single(received, rows, group=self._group, async_op=True))
+        return received
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

@@ -57,6 +57,13 @@ class Collectives(Protocol):
         """Replace `tensor` on every rank by rank `root`'s."""
         ...
 
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give `tensor[i]` to rank i, for every i, and get one row from each: a new tensor whose row i came from rank i.
+
+        `tensor` is `[size, ...]`, a row for each rank of the group.
+        """
+        ...
+
     def barrier(self) -> None:
         """Return when every rank has called it."""
         ...

@@ -18,7 +18,15 @@ import torch
 from common.engine.collectives.futex import fence, futex_wait, futex_wake
 from common.engine.collectives.group_memory import ARRIVED, TAG, GroupMemory
 from common.engine.collectives.port import CollectiveAbortedError, CollectiveTimeoutError, partition_of
-from common.engine.collectives.tensors import Operation, check_root, check_tensor, check_timeout, sum_into, tag_of
+from common.engine.collectives.tensors import (
+    Operation,
+    check_root,
+    check_rows,
+    check_tensor,
+    check_timeout,
+    sum_into,
+    tag_of,
+)
 from contracts.errors import InvalidValueError
 
 _YIELDS: Final = 50
@@ -124,6 +132,22 @@ class SharedMemoryCollectives:
                 chunk.copy_(source)
         if self._rank != root and not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
+
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give each rank its row; row i of the result came from rank i."""
+        check_rows(tensor, self.size)
+        tag = tag_of(Operation.EXCHANGE, tensor)
+        received = torch.empty(tensor.shape, dtype=tensor.dtype)
+        rows, whole = tensor.reshape(self.size, -1), received.view(self.size, -1)
+        # Of rows that are too long for a slot a column of pieces goes at a time.
+        width = self._memory.slot_bytes // rows.element_size() // self.size
+        for chunk, target in zip(torch.split(rows, width, 1), torch.split(whole, width, 1), strict=True):
+            slots = self._slots(chunk)
+            slots[self._rank].view(chunk.shape).copy_(chunk)
+            self._meet(tag)
+            for row, slot in zip(target, slots, strict=True):
+                row.copy_(slot.view(chunk.shape)[self._rank])
+        return received
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

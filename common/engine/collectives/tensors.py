@@ -29,6 +29,13 @@ def check_tensor(tensor: torch.Tensor, dim: int | None = None) -> None:
         raise InvalidValueError(field="dim", value=dim, rule=rule)
 
 
+def check_rows(tensor: torch.Tensor, size: int) -> None:
+    """Raise `InvalidValueError` unless the dtype is supported and `tensor` has a row for each rank of a group of `size`."""
+    check_tensor(tensor)
+    if tensor.ndim == 0 or tensor.shape[0] != size:
+        raise InvalidValueError(field="tensor", value=tuple(tensor.shape), rule=f"{size} rows, one for each rank")
+
+
 def check_root(root: int, size: int) -> None:
     """Raise `InvalidValueError` unless `root` is a rank of a group of `size`."""
     if not 0 <= root < size:
@@ -60,6 +67,7 @@ class Operation(enum.IntEnum):
     ALL_GATHER = 2
     GATHER_TO = 3
     BROADCAST = 4
+    EXCHANGE = 5
 
 
 def tag_of(operation: Operation, tensor: torch.Tensor, dim: int = 0, root: int = 0) -> int:

@@ -9,7 +9,15 @@ from typing import Final
 import torch
 
 from common.engine.collectives.port import CollectiveAbortedError, CollectiveTimeoutError, partition_of
-from common.engine.collectives.tensors import Operation, check_root, check_tensor, check_timeout, sum_into, tag_of
+from common.engine.collectives.tensors import (
+    Operation,
+    check_root,
+    check_rows,
+    check_tensor,
+    check_timeout,
+    sum_into,
+    tag_of,
+)
 from contracts.errors import InvalidValueError
 
 
@@ -65,7 +73,7 @@ class ThreadCollectives:
         self._group = group
         self._rank = rank
         self._generation = 0
-        self._num_splits = 0
+        self._sub_groups: list[ThreadCollectives] = []
 
     @property
     def rank(self) -> int:
@@ -103,6 +111,11 @@ class ThreadCollectives:
         check_root(root, self.size)
         tensor.copy_(self._meet(tag_of(Operation.BROADCAST, tensor, 0, root), tensor)[root])
 
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give each rank its row; row i of the result came from rank i."""
+        check_rows(tensor, self.size)
+        return torch.stack([part[self._rank] for part in self._meet(tag_of(Operation.EXCHANGE, tensor), tensor)])
+
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self._meet(0, torch.empty(0))
@@ -110,21 +123,31 @@ class ThreadCollectives:
     def split(self, groups: Sequence[Sequence[int]]) -> ThreadCollectives:
         """This rank's sub-group."""
         mine = partition_of(self._rank, self.size, groups)
-        self._num_splits += 1
-        return self._group.child(self._num_splits, mine).join(mine.index(self._rank))
+        child = self._group.child(len(self._sub_groups), mine).join(mine.index(self._rank))
+        self._sub_groups.append(child)
+        return child
 
     def abort(self, reason: str) -> None:
         """Fail the group, the groups it was split from and into, on every rank."""
         self._group.abort(f"rank {self._rank}: {reason}")
 
     def close(self) -> None:
-        """Leave the group. A sub-group is left by closing it."""
+        """Leave the group, and those that were split from it."""
+        for sub_group in self._sub_groups:
+            sub_group.close()
         with self._group.changed:
             self._group.left[self._rank] = True
             self._group.changed.notify_all()
 
     def _meet(self, tag: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Hand in `tensor`, wait until every rank has, and return what all handed in."""
+        """Hand in `tensor`, wait until every rank has, and return what all handed in. A failure is the whole family's."""
+        try:
+            return self._meet_here(tag, tensor)
+        except CollectiveAbortedError as error:
+            self._group.abort(self._group.reason or error.message)
+            raise
+
+    def _meet_here(self, tag: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         group = self._group
         self._generation = generation = self._generation + 1
         slots, tags = group.slots[generation & 1], group.tags[generation & 1]
