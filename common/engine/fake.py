@@ -13,17 +13,19 @@ from typing import Final
 import msgspec
 
 from common.engine.digests import part_digests
+from common.engine.fake_model import fake_shape
 from common.engine.fake_pull import STATES, FakePull, FakeReads
 from common.engine.port import EngineError, EngineInfo, PullResult, StepResult
 from common.engine.pull_reports import Pulls
+from common.layout.context_parallel import dcp_rank as dcp_rank_of
+from common.layout.context_parallel import owned_ranges
 from common.layout.planner import ReshardPlan, plan
 from common.layout.refusal import PlanRefusedError
 from common.layout.region import lay_out
 from common.layout.replicas import split_replicas
-from common.layout.shape import CacheShape, LayerType
 from common.runtime.clock import Clock
 from contracts.handoff import Grant, PartDigest
-from contracts.manifest import CacheDtypes, Coordinates, Dtype, PlannedPart, Role
+from contracts.manifest import Coordinates, PlannedPart, Role
 from contracts.rank import (
     BindSequence,
     ExtendSequences,
@@ -79,6 +81,7 @@ class FakeEngine:
         dp_rank: int = 0,
         dp: int = 1,
         tp: int = 1,
+        dcp: int = 1,
         block_size: int = 16,
         num_blocks: int = 256,
         num_slots: int = 32,
@@ -95,22 +98,18 @@ class FakeEngine:
         """Handoffs whose cache is not what was computed, to plant."""
         self._links: dict[WorkerRef, _Link] = {}
         self._pushes: asyncio.Queue[PartPushed] = asyncio.Queue(_MAX_PUSHES)
-        dtypes = CacheDtypes(key=Dtype.FLOAT32, value=Dtype.FLOAT32, conv=Dtype.FLOAT32)
-        shape = CacheShape(
-            layer_types=(LayerType.LINEAR, LayerType.FULL),
-            num_kv_heads=2,
-            head_dim=8,
-            num_key_heads=4,
-            num_value_heads=4,
-            key_head_dim=8,
-            value_head_dim=8,
-            conv_kernel=4,
-            dtypes=dtypes,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            num_slots=num_slots,
-        )
-        places = [Coordinates(dp_rank=dp_rank, dp_size=dp, tp_rank=rank, tp_size=tp) for rank in range(tp)]
+        shape = fake_shape(block_size=block_size, num_blocks=num_blocks, num_slots=num_slots)
+        places = [
+            Coordinates(
+                dp_rank=dp_rank,
+                dp_size=dp,
+                tp_rank=rank,
+                tp_size=tp,
+                dcp_rank=dcp_rank_of(rank, dcp),
+                dcp_size=dcp,
+            )
+            for rank in range(tp)
+        ]
         maps = [lay_out(shape, place) for place in places]
         self._info = EngineInfo(
             model_fingerprint=MODEL,
@@ -321,8 +320,9 @@ class FakeEngine:
             if part.role in {Role.CONV, Role.SSM}:
                 if item.last_chunk:
                     yield _pushed(part, binding, 0, 1, started_ns, ended_ns)
-            elif start < end:
-                yield _pushed(part, binding, start, end, started_ns, ended_ns)
+            else:
+                for first, last in owned_ranges(start, end, self._info.block_size, part.modulus, part.residue):
+                    yield _pushed(part, binding, first, last, started_ns, ended_ns)
 
     def _link_of(self, grant: Grant, side: PeerSide) -> _Link:
         link = self._links.get(WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation))

@@ -59,6 +59,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_staging_rows: int = 0
     ranks: tuple[RankStarted, ...]
 
+    @property
+    def dcp(self) -> int:
+        """Ranks in succession that share the blocks of a sequence."""
+        return self.ranks[0].manifest.coordinates.dcp_size
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a sequence that one block id stands for: a block on each of the ranks that share it."""
+        return self.block_size * self.dcp
+
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one step gave: the tokens of the sampling rank, and when each rank computed (host monotonic ns)."""

@@ -49,7 +49,8 @@ def cache_need(settings: WorkerSettings, *, num_staging_rows: int = 0) -> CacheN
     )
     num_bytes = block_bytes = slot_bytes = row_bytes = 0
     for rank in range(settings.tp):
-        region = lay_out(shape, Coordinates(tp_rank=rank, tp_size=settings.tp), num_staging_rows)
+        at = Coordinates(tp_rank=rank, tp_size=settings.tp, dcp_rank=rank % settings.dcp, dcp_size=settings.dcp)
+        region = lay_out(shape, at, num_staging_rows)
         num_bytes += data_offset(settings.num_blocks + settings.num_slots) + region.nbytes
         row_bytes += region.staging.row_stride
         block_bytes += CELL_BYTES

@@ -42,6 +42,7 @@ class Replica:
             num_staging_rows=info.num_staging_rows,
             dp_rank=at.dp_rank,
             dp=at.dp_size,
+            dcp=info.dcp,
         )
         self.scheduler = Scheduler(self.pool, limits, growth)
         self.loop = EngineLoop(

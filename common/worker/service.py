@@ -143,7 +143,7 @@ class WorkerService(ABC):
     @property
     def max_sequence_tokens(self) -> int:
         """The longest sequence, prompt and output, that the model and one empty replica can hold."""
-        return min(self.info.max_position, self.info.num_blocks * self.info.block_size)
+        return min(self.info.max_position, self.info.num_blocks * self.info.block_tokens)
 
     def record(self) -> WorkerRecord:
         """What the worker says of itself in `PD_WORKERS`."""
@@ -156,7 +156,7 @@ class WorkerService(ABC):
             model_fingerprint=self.info.model_fingerprint,
             tp=self.settings.tp,
             dp=len(self.replicas),
-            dcp=1,
+            dcp=self.info.dcp,
             block_size=self.info.block_size,
             num_blocks=self.replicas.num_blocks,
             num_slots=self.replicas.num_slots,

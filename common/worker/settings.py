@@ -66,18 +66,28 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of a replica; must divide the model's heads."""
     dp: Replicas = 1
     """Replicas of those ranks, each with a cache of its own; the least loaded one takes a request."""
+    dcp: Count = 1
+    """Decode and mixed: ranks in succession that share the KV blocks of a sequence; must divide the ranks that hold one KV head."""
+    dcp_interleave: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Tokens in succession that lie on one of those ranks; 0: block_size, and no other number is possible yet."""
+    layerwise_kv_sharding: bool = False
+    """Whether layers of the KV cache lie on different ranks; not possible yet."""
     block_size: Count = 16
     """Tokens that one block of the cache holds; alike on both workers of a pair."""
     num_blocks: Count = 2048
-    """Blocks of a replica's cache."""
+    """Blocks of the cache of each rank of a replica; with dcp each of them holds its share of a sequence."""
     num_slots: Count = 32
     """Sequences that a replica holds at once: each has one slot of recurrent state."""
     max_step_tokens: Count = 512
     """Tokens that one step computes at most; at least num_slots."""
     prefill_chunk_tokens: Count = 256
     """Tokens of one prompt that one step computes at most."""
+    chunked_prefill: bool = True
+    """Whether a prompt may be computed in several steps; without it prompts longer than max_step_tokens are refused."""
+    experimental_dcp_chunked_prefill: bool = False
+    """Mixed: allows chunked_prefill with dcp, whose answers may differ in bits from those of dcp=1."""
     mix_batch: bool = True
-    """Whether prompts and decoding share steps."""
+    """Whether prompts and decoding share steps; with dcp they never do."""
     max_waiting: Count = 256
     """Sequences that may wait for memory; one more is refused."""
     reserve_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 4.0

@@ -17,7 +17,7 @@ from common.bus.rpc import Handler, RefusedError
 from common.engine.port import EngineDeadError, EngineError
 from common.runtime.clock import Deadline
 from common.runtime.trace import within
-from common.worker.core.parts import PartProgress, PushedParts
+from common.worker.core.parts import PushedParts
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
 from common.worker.replica import Replica
@@ -35,12 +35,12 @@ from contracts.handoff import (
     Released,
     RunPrefill,
 )
-from contracts.manifest import Role
 from contracts.rank import PeerSide, PushOutcome, PushTarget
 from contracts.requests import Accepted, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
 from services.prefill.core.grant_check import refuse_grant
+from services.prefill.core.owed_ranges import owed_ranges
 from services.prefill.links import LinkPorts, Links
 from services.prefill.push_metrics import PushMetrics
 from services.prefill.telling import Prefill, Telling
@@ -126,14 +126,16 @@ class PrefillService(WorkerService):
         sequence.push = PushTarget(grant=grant, num_cached_tokens=command.num_cached_tokens, pulled=command.pulled)
         if command.pulled:
             sequence.secret = secrets.token_hex(GRANT_SECRET_BYTES)
-        owed = Counter(part.src_rank for part in met.plan.parts if part.role not in command.pulled)
+        pushed = (part for part in met.plan.parts if part.role not in command.pulled)
+        owed = owed_ranges(pushed, command.num_cached_tokens, command.num_prompt_tokens, self.info.block_size)
         self.links.transfer_begins(
             sequence.handoff_id, WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
         )
         self._prefills[sequence.handoff_id] = Prefill(
             sequence=sequence,
             parts=PushedParts(sequence.handoff_id, self.incarnation, replica.dp_rank),
-            parts_left=owed,
+            owed=owed,
+            parts_left=Counter(source_rank for source_rank, *_ in owed),
             accepted_ns=sequence.accepted_ns,
             verify=command.verify,
         )
@@ -267,7 +269,8 @@ class PrefillService(WorkerService):
                 continue
             part = prefill.parts.add(push)
             self._unreported[push.handoff_id, push.rank] = None
-            if _is_complete(part, push.role, sequence):
+            key = push.rank, push.namespace, push.role, push.layer, push.destination_rank
+            if part.ranges == prefill.owed.get(key):
                 prefill.parts_left[push.rank] -= 1
                 self._telling.part_pushed(prefill, push, part)
                 if prefill.parts_left[push.rank] == 0:
@@ -318,10 +321,3 @@ class PrefillService(WorkerService):
                 handoff_id=sequence.handoff_id, incarnation=self.incarnation, error=error
             )
             self.report(prefill.finished, self.deadline_of(sequence))
-
-
-def _is_complete(part: PartProgress, role: Role, sequence: Sequence) -> bool:
-    if role in {Role.CONV, Role.SSM}:
-        return part.ranges.tiles(0, 1)
-    cached = 0 if sequence.push is None else sequence.push.num_cached_tokens
-    return part.ranges.tiles(cached, sequence.num_prompt_tokens)

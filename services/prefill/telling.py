@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from common.bus.handoff_events import HandoffEvents
+from common.layout.ranges import RangeSet
 from common.runtime.lifecycle import Log
 from common.runtime.trace import within
 from common.worker.core.parts import PartProgress, PushedParts
@@ -16,6 +17,7 @@ from common.worker.core.sequence import Sequence
 from contracts.events import EventName
 from contracts.handoff import PrefillFinished
 from contracts.rank import PartPushed
+from services.prefill.core.owed_ranges import OwedKey
 from services.prefill.layer_times import LayerTimes
 
 
@@ -28,6 +30,7 @@ class Prefill(msgspec.Struct, kw_only=True):
 
     sequence: Sequence
     parts: PushedParts
+    owed: dict[OwedKey, RangeSet]
     parts_left: dict[int, int]
     accepted_ns: int
     verify: bool = False

@@ -62,9 +62,9 @@ class Impatient(Scheduler):
 class BackAtOnce(Growth, frozen=True, kw_only=True):
     """A planted mistake: who was preempted comes back as soon as there is room for what it has."""
 
-    def need(self, sequence: Sequence, block_size: int) -> MemoryNeed:
+    def need(self, sequence: Sequence, block_tokens: int) -> MemoryNeed:
         """Nothing more."""
-        need = super().need(sequence, block_size)
+        need = super().need(sequence, block_tokens)
         if not sequence.num_preemptions:
             return need
         num_tokens = sequence.num_prompt_tokens + len(sequence.output_ids)

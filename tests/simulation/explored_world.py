@@ -433,7 +433,7 @@ def _free(world: World, number: int) -> None:
 
 def _crash(world: World) -> None:
     old = world.decode.pool
-    pool = BlockPool(num_blocks=old.num_blocks, num_slots=old.num_slots, block_size=old.block_size)
+    pool = BlockPool(num_blocks=old.num_blocks, num_slots=old.num_slots, block_size=old.block_tokens)
     world.decode = DecodeModel("id2", pool)
     for number in range(world.scenario.num_requests):
         _tell(world, number, ev.WorkerGone(at_ns=0, worker=DECODE))

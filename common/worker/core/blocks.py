@@ -44,6 +44,8 @@ class BlockPool:
     owners of a block ever share one. For each reservation that may grow, one free block is kept back from new ones: who is let
     in takes nothing away that would be missed at once. Replica `dp_rank` of `dp` counts in steps of `dp`: what is written into another replica
     than the one that granted it is refused there, too.
+
+    Where `dcp` ranks share a sequence, an id stands for one block on each of them: it holds `block_tokens` tokens.
     """
 
     def __init__(
@@ -55,13 +57,15 @@ class BlockPool:
         num_staging_rows: int = 0,
         dp_rank: int = 0,
         dp: int = 1,
+        dcp: int = 1,
     ) -> None:
-        for field, value in (("num_blocks", num_blocks), ("num_slots", num_slots), ("block_size", block_size)):
+        counts = {"num_blocks": num_blocks, "num_slots": num_slots, "block_size": block_size, "dcp": dcp}
+        for field, value in counts.items():
             if value < 1:
                 raise InvalidValueError(field=field, value=value, rule="1 or more")
         self.num_blocks = num_blocks
         self.num_slots = num_slots
-        self.block_size = block_size
+        self.block_tokens = block_size * dcp
         self._free_blocks = list(range(num_blocks))
         self.num_staging_rows = num_staging_rows
         self._free_slots = list(range(num_slots))
@@ -107,8 +111,8 @@ class BlockPool:
         return tuple(self._held.values())
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` fill."""
-        return -(-num_tokens // self.block_size)
+        """Block ids that `num_tokens` fill."""
+        return -(-num_tokens // self.block_tokens)
 
     def fits(self, num_tokens: int) -> bool:
         """Whether `reserve` would succeed now."""

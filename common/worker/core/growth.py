@@ -24,8 +24,8 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
         num_output_tokens = min(max_tokens, self.reserve_output_tokens or max_tokens)
         return MemoryNeed(num_tokens=num_prompt_tokens + num_output_tokens, limit_tokens=num_prompt_tokens + max_tokens)
 
-    def need(self, sequence: Sequence, block_size: int) -> MemoryNeed:
-        """What a sequence that waits for memory needs: one to be pushed away room for its prompt alone.
+    def need(self, sequence: Sequence, block_tokens: int) -> MemoryNeed:
+        """What a sequence that waits for memory needs, where a block id holds `block_tokens`: one to be pushed away room for its prompt alone.
 
         One that was preempted needs room for what it has, and for a step of growth: else it would be preempted again at once.
         """
@@ -35,6 +35,6 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
         first = self.first_need(sequence.num_prompt_tokens, max_tokens)
         if not sequence.num_preemptions:
             return first
-        num_more_tokens = max(self.reserve_output_tokens, self.step_blocks * block_size)
+        num_more_tokens = max(self.reserve_output_tokens, self.step_blocks * block_tokens)
         num_tokens = sequence.num_prompt_tokens + min(max_tokens, len(sequence.output_ids) + num_more_tokens)
         return MemoryNeed(num_tokens=num_tokens, limit_tokens=first.limit_tokens)

@@ -88,7 +88,7 @@ class Scheduler:
         if not self._waiting:
             return None
         sequence = self._waiting[0]
-        sequence.memory = self._pool.reserve(self._growth.need(sequence, self._pool.block_size))
+        sequence.memory = self._pool.reserve(self._growth.need(sequence, self._pool.block_tokens))
         if sequence.memory is None:
             return None
         return self._waiting.popleft()
@@ -221,7 +221,7 @@ class Scheduler:
             sequence.pending_token is not None
             and sequence.push is None
             and memory is not None
-            and sequence.num_computed >= len(memory.block_ids) * self._pool.block_size
+            and sequence.num_computed >= len(memory.block_ids) * self._pool.block_tokens
         )
 
     def _short(self) -> list[Sequence]:

@@ -12,7 +12,7 @@ from contracts.manifest import RankManifest
 
 def refuse_grant(command: RunPrefill, receiver: RankManifest) -> str | None:
     """Why the grant of a command cannot be one of `receiver`, any rank of the decode worker; None when it may be."""
-    grant, size = command.grant, receiver.fingerprint.block_size
+    grant, size = command.grant, receiver.block_size * receiver.coordinates.dcp_size
     num_prompt, num_cached = command.num_prompt_tokens, command.num_cached_tokens
     if len(grant.block_ids) * size < num_prompt:
         return f"grant.block_ids: {len(grant.block_ids)} blocks of {size} do not hold the prompt's {num_prompt} tokens"

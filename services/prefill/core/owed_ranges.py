@@ -1,0 +1,34 @@
+"""What a prompt owes to each part of a pair's plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.layout.context_parallel import owned_ranges
+from common.layout.ranges import RangeSet
+from contracts.manifest import Namespace, PlannedPart, Role
+
+OwedKey = tuple[int, Namespace, Role, int, int]
+"""Source rank, namespace, role, layer, destination rank."""
+
+_STATE = RangeSet(((0, 1),))
+
+
+def owed_ranges(parts: Iterable[PlannedPart], start: int, end: int, block_size: int) -> dict[OwedKey, RangeSet]:
+    """The ranges that complete each part of a prompt whose tokens `[start, end)` are moved; parts that get none are left out.
+
+    Of a prompt of few blocks some ranks of a context-parallel group get none.
+    """
+    shares: dict[tuple[int, int], RangeSet] = {}
+    owed: dict[OwedKey, RangeSet] = {}
+    for part in parts:
+        if part.role in {Role.CONV, Role.SSM}:
+            ranges = _STATE
+        else:
+            share = part.modulus, part.residue
+            if share not in shares:
+                shares[share] = RangeSet(owned_ranges(start, end, block_size, *share))
+            ranges = shares[share]
+        if ranges.ranges:
+            owed[part.src_rank, part.namespace, part.role, part.layer, part.dst_rank] = ranges
+    return owed
