@@ -1,7 +1,11 @@
 # ruff: noqa: N818 - these name states of a call, and read better without the suffix
 """What can go wrong on the bus. Library errors never leave an adapter: it raises these."""
 
+from typing import Final, Self
+
 from contracts.errors import ErrorCode, PdmeshError
+
+_SHORTEST_NAMED_S: Final = 0.001
 
 
 class BusError(PdmeshError):
@@ -23,6 +27,13 @@ class BusTimeout(BusError):
     """No answer came in time. The outcome is unknown: read before writing again."""
 
     code = ErrorCode.BUS_UNAVAILABLE
+
+    @classmethod
+    def of_request(cls, subject: str, timeout_s: float) -> Self:
+        """For a request that had `timeout_s` seconds. Below a millisecond its caller's time was over: no wait is named then."""
+        if timeout_s < _SHORTEST_NAMED_S:
+            return cls(f"no answer from {subject}: the time for it was over")
+        return cls(f"no answer from {subject} within {timeout_s:.3f} s")
 
 
 class NoResponders(BusError):

@@ -118,7 +118,7 @@ class MemoryBus:
             async with asyncio.timeout(timeout_s):
                 return await self._server.ask(Message(subject, data, dict(headers or {}), inbox, self))
         except TimeoutError:
-            raise BusTimeout(f"no answer from {subject} within {timeout_s:.3f} s") from None
+            raise BusTimeout.of_request(subject, timeout_s) from None
 
     async def subscribe(self, subject: str, *, queue_group: str = "", max_pending: int = 65536) -> QueuedSubscription:
         """See `port.Bus.subscribe`."""

@@ -88,7 +88,7 @@ class Requests:
                 await send(self._client, subject, data, reply=inbox, headers=headers)
                 answer = await future
         except TimeoutError:
-            raise BusTimeout(f"no answer from {subject} within {timeout_s:.3f} s") from None
+            raise BusTimeout.of_request(subject, timeout_s) from None
         finally:
             del self._waiting[inbox]
         if answer is None:

@@ -144,6 +144,17 @@ async def test_a_request_without_an_answer_times_out(world: World) -> None:
         assert (await soon(anext(mute))).data == b"marker"
 
 
+@pytest.mark.parametrize(("timeout_s", "told"), [(0.0002, "over"), (0.05, "within 0.050 s"), (-1.0, "no time")])
+async def test_a_request_whose_time_was_over_says_so(world: World, timeout_s: float, told: str) -> None:
+    """The text of a timeout names the time that the request had, unless it had none worth naming."""
+    subject = unique("pd.late")
+    async with world.open() as bus, await bus.subscribe(subject):
+        with pytest.raises(BusTimeout, match=told) as caught:
+            await soon(bus.request(subject, b"", timeout=timeout_s))
+    assert subject in caught.value.message
+    assert "0.000" not in caught.value.message
+
+
 async def test_payload_and_headers_together_are_capped(world: World) -> None:
     """The largest message passes; one byte more, in payload or header, is refused and harms nothing."""
     subject = unique("pd.cap")

@@ -119,7 +119,7 @@ class SimulatedBus(MemoryBus):
         if self.is_cut and timeout_s > 0:
             self._check_connected()
             await asyncio.sleep(timeout_s)
-            raise BusTimeout(f"no answer from {subject} within {timeout_s:.3f} s")
+            raise BusTimeout.of_request(subject, timeout_s)
         return await super()._request(subject, data, timeout_s=timeout_s, headers=headers)
 
     def _check_connected(self) -> None:
