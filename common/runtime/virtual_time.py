@@ -5,28 +5,29 @@ threads in it, so a run is repeatable bit by bit; whatever would block for ever 
 """
 
 import asyncio
+import heapq
+import math
 import selectors
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Never, TypeVar
+from contextvars import Context
+from itertools import count
+from typing import Any, Never, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
-
-_CLOCK_RESOLUTION = 1e-6  # finer ones stop the loop from reaching timers once the time has grown to years
+_Ts = TypeVarTuple("_Ts")
 
 
 class Deadlock(Exception):  # noqa: N818 - the state that it names is no mistake of the caller's syntax
     """Every task waits for another one, and no timer is set."""
 
 
-class _VirtualSelector(selectors.BaseSelector):
-    """Watches nothing. To wait is to move the time on."""
+class _NoSelector(selectors.BaseSelector):
+    """Watches nothing: the loop registers the pipe that wakes it from other threads, and nobody writes to it here."""
 
     def __init__(self) -> None:
-        self.now = 0.0
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        # The loop registers the pipe that wakes it from other threads; nobody writes to it here.
         self._keys[fileobj] = selectors.SelectorKey(fileobj, fileobj, events, data)
         return self._keys[fileobj]
 
@@ -36,28 +37,66 @@ class _VirtualSelector(selectors.BaseSelector):
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
         return self._keys
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise Deadlock("every task waits, and no timer is set")
-        self.now += max(0.0, timeout)
-        return []
+    def select(self, timeout: float | None = None) -> Never:
+        raise RuntimeError(f"virtual time waits for no file (timeout {timeout})")
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """The loop. `time()` starts at 0.0."""
+    """The loop. `time()` starts at 0.0. Timers of the same moment go off in the order in which they were set.
+
+    A timer is always set for later than now, if only by the smallest difference that a float can hold: whoever sleeps for
+    next to nothing in a circle comes on.
+    """
+
+    _ready: Any  # asyncio's own: the callbacks that are due, in order
+    _stopping: bool  # asyncio's own
 
     def __init__(self) -> None:
-        self._virtual = _VirtualSelector()
-        super().__init__(self._virtual)
-        self._clock_resolution = _CLOCK_RESOLUTION
+        self._now = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timer_numbers = count()
+        super().__init__(_NoSelector())
 
     def time(self) -> float:
         """Seconds of virtual time since the loop was made."""
-        return self._virtual.now
+        return self._now
+
+    def call_at(
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See `asyncio.loop.call_at`."""
+        when = max(when, math.nextafter(self._now, math.inf))
+        timer = self._make_timer(when, callback, args, context)
+        heapq.heappush(self._timers, (when, next(self._timer_numbers), timer))
+        return timer
 
     def run_in_executor(self, *_args: object) -> Never:
         """Refuse: a thread lives in real time."""
         raise RuntimeError("virtual time has no threads; the rule is: nothing that runs here uses an executor")
+
+    def _make_timer(
+        self, when: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+    ) -> asyncio.TimerHandle:
+        return asyncio.TimerHandle(when, callback, args, self, context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Asyncio's own hook. It is passed over when its moment comes."""
+
+    def _run_once(self) -> None:
+        """Asyncio's own: everything that is due, once; if nothing is, the time of the next timer comes first."""
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not ready and not self._stopping:
+            if not timers:
+                raise Deadlock("every task waits, and no timer is set")
+            self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()  # noqa: SLF001 - asyncio's own
 
 
 class VirtualClock:

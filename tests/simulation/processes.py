@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar
-from typing import Any, TypeVarTuple
+from typing import Any
 
 from common.runtime.virtual_time import VirtualTimeLoop
 
@@ -36,7 +36,6 @@ class Process:
         return not (self.is_frozen or self.is_dead)
 
 
-_Ts = TypeVarTuple("_Ts")
 _PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
@@ -54,12 +53,11 @@ class _Handle(asyncio.Handle):
 
 
 class _TimerHandle(asyncio.TimerHandle):
-    """A timer that goes off late when its process stood still at its time, and never early: nobody may see time stand still."""
+    """A timer that goes off late when its process stood still at its time."""
 
     __slots__ = ()
 
     def _run(self) -> None:
-        self._loop.reach(self._when)  # type: ignore[attr-defined]  # asyncio's own attributes
         process = self._context.get(_PROCESS)  # type: ignore[attr-defined]  # asyncio's own attribute
         if process is None or process.runs:
             super()._run()
@@ -79,20 +77,13 @@ class SimulationLoop(VirtualTimeLoop):
         self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None
     ) -> asyncio.Handle:
         handle = _Handle(callback, args, self, context)
-        self._ready.append(handle)  # type: ignore[attr-defined]  # asyncio's own attribute
+        self._ready.append(handle)
         return handle
 
-    def call_at(
-        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    def _make_timer(
+        self, when: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
     ) -> asyncio.TimerHandle:
-        """See `asyncio.loop.call_at`."""
-        timer = super().call_at(when, callback, *args, context=context)
-        timer.__class__ = _TimerHandle
-        return timer
-
-    def reach(self, moment: float) -> None:
-        """Let it be this moment, unless it is later already."""
-        self._virtual.now = max(self._virtual.now, moment)
+        return _TimerHandle(when, callback, args, self, context)
 
     def call_outside(self, delay_s: float, action: Callable[[], object]) -> None:
         """Do something after a delay, on behalf of no process: what is on a wire arrives, whatever became of its sender."""
@@ -103,7 +94,7 @@ class SimulationLoop(VirtualTimeLoop):
         process.is_frozen = False
         process.is_dead = False
         parked, process.parked = process.parked, []
-        self._ready.extend(parked)  # type: ignore[attr-defined]  # asyncio's own attribute
+        self._ready.extend(parked)
 
 
 def simulation_loop() -> SimulationLoop:

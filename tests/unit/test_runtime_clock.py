@@ -97,3 +97,30 @@ def test_threads_are_refused_in_virtual_time() -> None:
 
     with pytest.raises(RuntimeError, match="no threads"):
         run_virtual(main)
+
+
+def test_sleeping_for_next_to_nothing_gets_somewhere() -> None:
+    """However short the sleeps of a circle are, time moves on, and others get their turn."""
+
+    async def main(clock: VirtualClock) -> float:
+        await clock.sleep(YEAR)
+        began = clock.monotonic()
+        for _ in range(1000):
+            await clock.sleep(1e-12)
+        return clock.monotonic() - began
+
+    assert 0 < run_virtual(main) < 1e-4
+
+
+def test_timers_of_one_moment_go_off_in_the_order_in_which_they_were_set() -> None:
+    """Ties are decided by nothing but the order: a run can be repeated."""
+
+    async def main(clock: VirtualClock) -> list[int]:
+        seen: list[int] = []
+        loop = asyncio.get_running_loop()
+        for number in range(50):
+            loop.call_at(1.0, seen.append, number)
+        await clock.sleep(2.0)
+        return seen
+
+    assert run_virtual(main) == list(range(50))
