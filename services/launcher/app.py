@@ -23,6 +23,7 @@ from services.launcher.plan import MeshPlan, make_plan
 from services.launcher.ports import free_ports
 from services.launcher.settings import settings_structs
 from services.launcher.show import follow_events, show_links, show_settings, show_timeline
+from services.launcher.show_estimate import EstimateRequest, show_estimate
 from services.launcher.show_handoff import show_handoff
 from services.launcher.up import Up
 
@@ -45,6 +46,8 @@ def run(argv: Sequence[str] | None = None) -> int:
                 return _up(arguments, console)
             case "demo":
                 return _demo(arguments, console)
+            case "plan":
+                return _estimate(arguments, console)
             case "settings":
                 return show_settings(arguments.role, console)
             case "timeline" | "handoff" | "events" | "links" | "set":
@@ -75,6 +78,18 @@ def _demo(arguments: argparse.Namespace, console: Console) -> int:
         (arguments.port,) = free_ports(1)
     status, interrupted = _live(_plan(arguments), Demo(console, SystemClock()), console)
     return EXIT_INTERRUPTED if interrupted and status == EXIT_CLEAN else status
+
+
+def _estimate(arguments: argparse.Namespace, console: Console) -> int:
+    request = EstimateRequest(
+        model=arguments.model,
+        prefill=arguments.prefill,
+        decode=arguments.decode,
+        memory=arguments.memory,
+        num_tokens=arguments.tokens,
+        overrides=tuple(arguments.overrides),
+    )
+    return show_estimate(request, environment(), console, as_json=arguments.json)
 
 
 def _plan(arguments: argparse.Namespace) -> MeshPlan:

@@ -63,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     change.add_argument(
         "setting", metavar="KEY=VALUE", help="parallel_shard_pull=0 of a decode worker, log_level=debug"
     )
+    _add_plan(
+        commands.add_parser("plan", help="what a pair of workers of some sizes would hold and move; starts nothing")
+    )
     settings = commands.add_parser("settings", help="list what services can be told: defaults, bounds, variables")
     settings.add_argument(
         "role", nargs="?", choices=ROLES, metavar="ROLE", help=f"one of {', '.join(ROLES)}; all without it"
@@ -94,6 +97,25 @@ def mesh_request(arguments: argparse.Namespace) -> MeshRequest:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse `argv` (the process's own by default). Exits with status 2 and a usage line for what it does not know."""
     return parser().parse_args(argv)
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", metavar="DIR", required=True, help="a folder with a config.json; weights are not read"
+    )
+    for role in ("prefill", "decode"):
+        help_text = f"the {role} worker's settings, as key=value,key=value (tp, dp, dcp, dtype, block_size ...)"
+        command.add_argument(f"--{role}", default="", metavar="SPEC", help=help_text)
+    command.add_argument(
+        "--memory", metavar="SIZE", help="of each rank (64GiB), for weights and caches: tells what fits"
+    )
+    command.add_argument(
+        "--tokens", type=int, metavar="N", help="of a request (default: 32768, or what the model can hold)"
+    )
+    command.add_argument("--json", action="store_true", help="print the same as one JSON object")
+    command.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="a setting of both workers"
+    )
 
 
 def _add_mesh(command: argparse.ArgumentParser) -> None:

@@ -1,0 +1,151 @@
+"""`pdmesh plan` as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from common.engine.config import ModelConfig
+from services.launcher.core.byte_size import shown_size
+from services.launcher.core.cuts import Cuts
+from services.launcher.core.estimate import Estimate
+from services.launcher.core.handoff_estimate import HandoffEstimate
+from services.launcher.core.rank_weights import num_parameters
+from services.launcher.core.worker_estimate import Capacity, WorkerEstimate
+
+_ALL = "all"
+
+
+def render_estimate(estimate: Estimate) -> str:
+    """The whole of it, block by block. No newline at the end."""
+    workers = [line for worker in estimate.workers for line in ("", *_worker_lines(estimate.config, worker))]
+    lines = [
+        *_model_lines(estimate.config),
+        "",
+        *_cut_lines(estimate.cuts),
+        *workers,
+        "",
+        *_handoff_lines(estimate.handoff),
+    ]
+    return "\n".join(lines)
+
+
+def _model_lines(config: ModelConfig) -> Iterator[str]:
+    yield (
+        f"model: {num_parameters(config):,} parameters, hidden size {config.hidden_size:,}, "
+        f"{config.num_hidden_layers} layers"
+    )
+    yield (
+        f"  {len(config.full_layers)} with full attention: {config.num_attention_heads} query heads, "
+        f"{config.num_key_value_heads} KV heads of {config.head_dim}"
+    )
+    yield (
+        f"  {len(config.linear_layers)} with linear attention: {config.linear_num_key_heads} key heads of "
+        f"{config.linear_key_head_dim}, {config.linear_num_value_heads} value heads of {config.linear_value_head_dim}"
+    )
+
+
+def _cut_lines(cuts: Cuts) -> Iterator[str]:
+    yield "legal cuts"
+    rows = [(str(cut.tp), _comma(cut.dcp), str(cut.kv_heads_per_rank), str(cut.num_replicas)) for cut in cuts.legal]
+    yield from _table(("tp", "dcp", "KV heads a rank", "ranks with the same"), rows, num_left=2)
+    yield "not legal"
+    by_rule: dict[str, list[str]] = {}
+    for refused in cuts.refused:
+        name = f"tp {refused.tp}" if refused.dcp is None else f"dcp {refused.dcp} at tp {refused.tp}"
+        by_rule.setdefault(refused.rule, []).append(name)
+    for rule, names in by_rule.items():
+        yield f"  {', '.join(names)}: {rule}"
+
+
+def _worker_lines(config: ModelConfig, worker: WorkerEstimate) -> Iterator[str]:
+    size, whole = worker.size, worker.request
+    yield (
+        f"{size.role} worker: tp {size.tp}, dcp {size.dcp}, dp {size.dp}, {size.dtype}, blocks of {size.block_size} tokens; "
+        f"a request of {whole.num_tokens:,} tokens takes"
+    )
+    rows = []
+    for rank in worker.ranks:
+        heads = (rank.query_heads, rank.kv_heads, rank.linear_key_heads, rank.linear_value_heads)
+        part = rank.request
+        group = f"{rank.dcp_group}.{rank.dcp_rank}"
+        counts = (f"{part.num_tokens:,}", f"{part.num_blocks:,}")
+        sizes = map(shown_size, (part.key_value, part.conv, part.ssm, part.total, rank.weight_bytes))
+        rows.append((str(rank.rank), *map(_span, heads), group, *counts, *sizes))
+    sums = map(shown_size, (whole.key_value, whole.conv, whole.ssm, whole.total))
+    weights = shown_size(sum(rank.weight_bytes for rank in worker.ranks))
+    rows.append((_ALL, "", "", "", "", "", "", f"{whole.num_blocks:,}", *sums, weights))
+    head = (
+        "rank",
+        "query heads",
+        "KV heads",
+        "key heads",
+        "value heads",
+        "group.place",
+        "tokens",
+        "blocks",
+        "KV",
+        "conv",
+        "ssm",
+        "in all",
+        "weights",
+    )
+    yield from _table(head, rows, num_left=6)
+    if worker.capacity is not None:
+        yield from _capacity_lines(config, worker, worker.capacity)
+
+
+def _capacity_lines(config: ModelConfig, worker: WorkerEstimate, capacity: Capacity) -> Iterator[str]:
+    size, length = worker.size, worker.request.num_tokens
+    memory, left = shown_size(capacity.memory_bytes), shown_size(capacity.left_bytes)
+    yield f"  {memory} a rank leave {left} behind the weights, for caches and all that computing takes"
+    if not capacity.num_tokens:
+        yield "  not one block and one state fit"
+        return
+    beyond = config.max_position_embeddings
+    note = f" (the model ends at {beyond:,})" if capacity.num_tokens > beyond else ""
+    yield f"  the longest request alone: {capacity.num_tokens:,} tokens{note}"
+    each = " in each replica" if size.dp > 1 else ""
+    settings = f": num_blocks={capacity.num_blocks},num_slots={capacity.num_slots}" if capacity.num_requests else ""
+    yield f"  requests of {length:,} tokens at once: {capacity.num_requests:,}{each}{settings}"
+
+
+def _handoff_lines(handoff: HandoffEstimate) -> Iterator[str]:
+    yield f"what a handoff of {handoff.num_tokens:,} tokens moves from prefill ranks to decode ranks"
+    rows = []
+    for flow in handoff.flows:
+        sizes = map(shown_size, (flow.key_value_bytes, flow.state_bytes, flow.total_bytes))
+        rows.append((str(flow.source_rank), str(flow.destination_rank), f"{flow.num_parts:,}", *sizes))
+    for source in dict.fromkeys(flow.source_rank for flow in handoff.flows):
+        ours = [flow for flow in handoff.flows if flow.source_rank == source]
+        sums = (
+            sum(flow.key_value_bytes for flow in ours),
+            sum(flow.state_bytes for flow in ours),
+            sum(flow.total_bytes for flow in ours),
+        )
+        rows.append((str(source), _ALL, f"{sum(flow.num_parts for flow in ours):,}", *map(shown_size, sums)))
+    yield from _table(("from", "to", "parts", "KV", "states", "in all"), rows, num_left=2)
+    yield (
+        f"  moved {handoff.moved_bytes:,} bytes, needed {handoff.needed_bytes:,} bytes: ratio {handoff.ratio:.2f}, "
+        f"in {sum(flow.num_parts for flow in handoff.flows):,} parts"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> Iterator[str]:
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for line in lines:
+        cells = [
+            cell.ljust(width) if column < num_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def _span(ends: tuple[int, int]) -> str:
+    """A half-open interval as people count: first to last."""
+    first, last = ends[0], ends[1] - 1
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _comma(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
