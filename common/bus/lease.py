@@ -44,6 +44,12 @@ class Lease:
         term = self._term
         return term if term is not None and term.is_held(self._clock.monotonic()) else None
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether nothing tells that the bucket still answers: no term is held, or its renewal is late."""
+        term = self.term
+        return term is None or term.is_overdue(self._clock.monotonic())
+
     async def try_acquire(self) -> Term | None:
         """Take the lease if nobody has it, and return the term. None if somebody has, or got it first.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 RENEW_SHARE: Final = 0.25
+OVERDUE_SHARE: Final = 0.35
 STEP_DOWN_SHARE: Final = 0.7
 REVISION_BITS: Final = 32
 _NANOSECONDS: Final = 1_000_000_000
@@ -47,6 +48,10 @@ class Term:
     def is_held(self, now: float) -> bool:
         """Whether the holder may still act."""
         return now < self.ends_at
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether a write that was due has not been acknowledged: nothing tells that the store still answers."""
+        return now >= self.renewed_at + OVERDUE_SHARE * self.ttl_s
 
     def renewed(self, *, revision: int, sent_at: float) -> Self:
         """The same term after one more write."""

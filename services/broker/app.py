@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+from collections.abc import Callable
 from typing import Final
 
 from common.bus.lease import Lease
@@ -41,11 +42,13 @@ async def open_broker(
     metrics: Metrics,
     group: asyncio.TaskGroup,
     fence: int = 1,
+    is_mute: Callable[[], bool] = lambda: False,
     offload: Offload = asyncio.to_thread,
 ) -> tuple[Broker, BrokerEdges]:
     """A broker at work on `bus`, ready to be asked. Tests call this with fakes. Raises `BusError`.
 
-    `fence` numbers its term of leadership: workers obey none that is lower than the highest they have seen.
+    `fence` numbers its term of leadership: workers obey none that is lower than the highest they have seen. While `is_mute` says
+    that nothing tells whether the server still answers, nobody is taken for gone who is not heard of.
     """
     await bus.ensure_stream(EVENTS_CONFIG)
     records = Records(bus, clock, ttl_s=settings.record_ttl_s, timeout_s=settings.store_timeout_s)
@@ -63,6 +66,7 @@ async def open_broker(
         plans=plans,
         calls=calls,
         fence=fence,
+        is_mute=is_mute,
     )
     await broker.recover()
     refusals = Refusals(log, clock, metrics)
@@ -92,9 +96,17 @@ def make_leadership(
             ttl_s=ttl_on(bus, LEASE_TTL_S),
         )
 
-    async def open_term(group: asyncio.TaskGroup, fence: int) -> Broker:
+    async def open_term(group: asyncio.TaskGroup, fence: int, lease: Lease) -> Broker:
         broker, _ = await open_broker(
-            settings, bus=bus, clock=clock, log=log, metrics=metrics, group=group, fence=fence, offload=offload
+            settings,
+            bus=bus,
+            clock=clock,
+            log=log,
+            metrics=metrics,
+            group=group,
+            fence=fence,
+            is_mute=lambda: lease.is_overdue,
+            offload=offload,
         )
         return broker
 

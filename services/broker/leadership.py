@@ -19,8 +19,8 @@ from services.broker.service import Broker
 
 _PAUSE_S: Final = 0.5
 
-OpenTerm = Callable[[asyncio.TaskGroup, int], Awaitable[Broker]]
-"""Opens a broker whose tasks live in the group, with the fence of its term."""
+OpenTerm = Callable[[asyncio.TaskGroup, int, Lease], Awaitable[Broker]]
+"""Opens a broker whose tasks live in the group, with the fence of its term and the lease that it holds."""
 
 
 class _TermOver(Exception):  # noqa: N818 - ends the group of a term from inside; never leaves this module
@@ -65,7 +65,7 @@ class Leadership:
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._keep(lease), name="lease")
-                    self.broker = await self._open_term(group, term.fence)
+                    self.broker = await self._open_term(group, term.fence, lease)
                     self._settled.set()
             except* _TermOver:
                 self._log.error("leadership_lost", fence=term.fence)

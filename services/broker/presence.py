@@ -14,15 +14,23 @@ from services.broker.core.leases import Leases
 
 
 class Presence:
-    """Feeds the leases, and tells `on_gone` of each start of a worker that is no more."""
+    """Feeds the leases, and tells `on_gone` of each start of a worker that is no more. See `Silence` for `is_mute`."""
 
-    def __init__(self, bus: Bus, clock: Clock, log: Log, *, on_gone: Callable[[WorkerRef], None]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        log: Log,
+        *,
+        on_gone: Callable[[WorkerRef], None],
+        is_mute: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._clock = clock
         self._log = log
         self._on_gone = on_gone
         ttl_s = ttl_on(bus, WORKER_TTL_S)
         self._leases = Leases(ttl_s=ttl_s)
-        self._silence = Silence(bus, clock, ttl_s=ttl_s)
+        self._silence = Silence(bus, clock, ttl_s=ttl_s, is_mute=is_mute)
 
     def heard(self, worker: WorkerRef) -> None:
         """Note a worker's sign of life."""

@@ -16,15 +16,24 @@ from contracts.routers import RouterRecord
 class RouterPresence:
     """Follows what is said in `PD_ROUTERS`, and tells `on_gone` of each start that is no more, by router id and incarnation.
 
-    A start that falls silent is gone, and so is one whose router has started again or has signed off.
+    A start that falls silent is gone, and so is one whose router has started again or has signed off. Silence counts while the
+    bus carries: see `Silence`, also for `is_mute`.
     """
 
-    def __init__(self, bus: Bus, clock: Clock, log: Log, *, on_gone: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        log: Log,
+        *,
+        on_gone: Callable[[str, str], None],
+        is_mute: Callable[[], bool] = lambda: False,
+    ) -> None:
         ttl_s = ttl_on(bus, ROUTER_TTL_S)
         self._clock = clock
         self._log = log
         self._on_gone = on_gone
-        self._silence = Silence(bus, clock, ttl_s=ttl_s)
+        self._silence = Silence(bus, clock, ttl_s=ttl_s, is_mute=is_mute)
         self._starts: HeardTable[RouterRecord] = HeardTable(ttl_s=ttl_s)
 
     def expect(self, router_id: str, incarnation: str) -> None:

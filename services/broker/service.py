@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from common.bus.handoff_events import HandoffEvents
@@ -78,6 +79,7 @@ class Broker:
         plans: Plans,
         calls: Calls,
         fence: int,
+        is_mute: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self.metrics = metrics
@@ -92,9 +94,9 @@ class Broker:
             parts_query_ms=settings.parts_query_ms,
         )
         self._handoffs = LiveHandoffs(keep_ended_s=settings.keep_ended_s, max_ended=settings.max_ended)
-        self.workers = Presence(bus, clock, log, on_gone=self._worker_gone)
+        self.workers = Presence(bus, clock, log, on_gone=self._worker_gone, is_mute=is_mute)
         """Which workers are there: who watches `PD_WORKERS` feeds this."""
-        self.routers = RouterPresence(bus, clock, log, on_gone=self._router_gone)
+        self.routers = RouterPresence(bus, clock, log, on_gone=self._router_gone, is_mute=is_mute)
         """Which routers are there: who watches `PD_ROUTERS` feeds this."""
         self.links = plans.verdicts
         """What prefill workers say of pairs: who watches `PD_LINKS` feeds this."""

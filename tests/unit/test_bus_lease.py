@@ -74,6 +74,11 @@ def held(candidate: Lease) -> int | None:
     return None if candidate.term is None else candidate.term.fence
 
 
+def is_overdue(candidate: Lease) -> bool:
+    """Whether nothing tells that the bucket still answers."""
+    return candidate.is_overdue
+
+
 def test_a_fence_grows_with_revisions_and_with_lives() -> None:
     """A later life of the bucket beats every revision of an earlier one; what does not fit is an error."""
     second = 1_000_000_000
@@ -90,6 +95,8 @@ def test_a_term_counts_from_the_sending_of_its_last_write() -> None:
     assert (term.renew_at, term.ends_at) == (102.5, 107.0)
     assert term.is_held(106.9)
     assert not term.is_held(107.0)
+    assert not term.is_overdue(103.4)
+    assert term.is_overdue(103.5)
     later = term.renewed(revision=4, sent_at=102.5)
     assert (later.fence, later.revision, later.ends_at) == (7, 4, 109.5)
 
@@ -132,7 +139,12 @@ def test_a_holder_that_is_cut_off_steps_down_before_the_next_one_may_begin() -> 
             waiting = tasks.create_task(second.acquire(), name="wait")
             await clock.sleep(12.6)  # a renewal has just been made, at 12.5
             line.is_cut = True
+            await clock.sleep(3.3)
+            assert (is_overdue(first), held(first) is None) == (False, False)
+            await clock.sleep(0.2)
+            assert (is_overdue(first), held(first) is None) == (True, False)
             assert await keeping == "it could not be renewed in time"
+            assert is_overdue(first)
             stepped_down_at = clock.monotonic()
             assert stepped_down_at == pytest.approx(12.5 + 0.7 * TTL_S, abs=1e-3)
             assert first.term is None
