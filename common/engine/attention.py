@@ -1,4 +1,4 @@
-"""Attention over paged, head-major caches. Every path returns an fp32 output with its log-sum-exp, base e."""
+"""Attention over paged, head-major caches. Every path returns an fp32 output with its log-sum-exp."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from common.engine.attention_metadata import AttentionGroup, AttentionMetadata, KeyTile
 from common.engine.device.port import Device
+from common.engine.partial import NaturalLse, Partial, merge_partials, natural
 
 
 def write_paged(
@@ -28,39 +29,40 @@ def paged_attention(
     value_cache: torch.Tensor,
     metadata: AttentionMetadata,
     device: Device,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Partial:
     """Attend `query [T, heads, head_dim]` to the caches `[num_blocks, kv_heads, block_size, head_dim]`.
 
-    Scores are scaled by 1 / sqrt(head_dim). Returns (output `[T, heads, head_dim]` fp32, log-sum-exp `[T, heads]` fp32 base e); a
-    row that sees no key gives (0, -inf).
+    Scores are scaled by 1 / sqrt(head_dim). The result's rows are `[T, heads]`; one that sees no key of this rank is (0, -inf).
     """
     parts = [_attend_group(query, key_cache, value_cache, group, device) for group in metadata.groups]
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([output for output, _ in parts]), torch.cat([lse for _, lse in parts])
+    lse = torch.cat([part.lse.values for part in parts])
+    return Partial(torch.cat([part.output for part in parts]), NaturalLse(lse))
 
 
 def _attend_group(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group: AttentionGroup, device: Device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Partial:
     heads, dim = query.shape[1:]
     batch, count = group.batch, group.num_queries
     kv_heads = key_cache.shape[1]
     repeats = heads // kv_heads
     rows = query.narrow(0, group.first, batch * count)
     rows = rows.reshape(batch, count, kv_heads, repeats, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
-    output, lse = _attend_tile(rows, key_cache, value_cache, group.tiles[0], device)
+    partial = _attend_tile(rows, key_cache, value_cache, group.tiles[0], device)
     for tile in group.tiles[1:]:
         further = _attend_tile(rows, key_cache, value_cache, tile, device)
-        output, lse = merge_partials(torch.stack((output, further[0])), torch.stack((lse, further[1])))
-    output = output.reshape(batch, kv_heads, repeats, count, dim).permute(0, 3, 1, 2, 4)
-    lse = lse.reshape(batch, kv_heads, repeats, count).permute(0, 3, 1, 2)
-    return output.reshape(batch * count, heads, dim), lse.reshape(batch * count, heads)
+        lses = torch.stack((partial.lse.values, further.lse.values))
+        partial = merge_partials(Partial(torch.stack((partial.output, further.output)), NaturalLse(lses)))
+    output = partial.output.reshape(batch, kv_heads, repeats, count, dim).permute(0, 3, 1, 2, 4)
+    lse = partial.lse.values.reshape(batch, kv_heads, repeats, count).permute(0, 3, 1, 2)
+    return Partial(output.reshape(batch * count, heads, dim), NaturalLse(lse.reshape(batch * count, heads)))
 
 
 def _attend_tile(
     rows: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, tile: KeyTile, device: Device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Partial:
     batch, kv_heads, _, dim = rows.shape
     # A head of a block is one contiguous run, so blocks are gathered straight into [batch, kv_heads, keys, dim].
     gathered = [
@@ -74,24 +76,5 @@ def _attend_tile(
         for part in gathered:
             part.masked_fill_(tile.foreign, 0.0)
     output, lse = device.attend(rows, gathered[0], gathered[1], tile.mask, dim**-0.5)
-    if tile.empty is not None:
-        output = output.masked_fill(tile.empty[..., None], 0.0)
-        lse = lse.masked_fill(tile.empty, -torch.inf)
-    return output, lse
-
-
-def merge_partials(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge R partial results over disjoint keys: `outputs [R, ..., D]`, `lses [R, ...]`, both fp32, base e.
-
-    The online softmax rule. Rows that saw nothing, or whose LSE is not finite, are cleared first, output included: a NaN times
-    zero is a NaN, and one +inf would make every other weight overflow. All empty: (0, -inf).
-    """
-    usable = lses.isfinite()
-    lses = lses.masked_fill(~usable, -torch.inf)
-    outputs = outputs.masked_fill(~usable[..., None], 0.0)
-    highest = lses.amax(0)
-    highest = highest.masked_fill(highest == -torch.inf, 0.0)
-    weights = (lses - highest).exp()
-    total = weights.sum(0)
-    merged = (outputs * weights[..., None]).sum(0) / total.masked_fill(total == 0, 1.0)[..., None]
-    return merged, highest + total.log()
+    partial = Partial(output, natural(lse))
+    return partial if tile.empty is None else partial.cleared(tile.empty)

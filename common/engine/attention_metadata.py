@@ -75,7 +75,10 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionGeometry:
-    """The sizes that metadata depend on: heads of this rank and its place in the context-parallel group."""
+    """The sizes that metadata depend on: heads, and this rank's place in the context-parallel group.
+
+    `num_query_heads` counts the heads whose queries meet this rank's keys: those of all ranks of its group.
+    """
 
     num_query_heads: int
     num_kv_heads: int

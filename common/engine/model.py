@@ -11,6 +11,7 @@ from torch.nn import functional
 from common.engine.attention import paged_attention, write_paged
 from common.engine.cache import LayerCaches
 from common.engine.collectives.port import Collectives
+from common.engine.context_group import ContextGroup
 from common.engine.device.port import Device
 from common.engine.linear_attention import LinearAttention
 from common.engine.norm import rms_norm
@@ -38,7 +39,10 @@ class _Pass(NamedTuple):
 
 
 class Model:
-    """One rank's model. `collectives` may be None for tensor parallel 1. Not safe for use by two threads at once."""
+    """One rank's model. Not safe for use by two threads at once.
+
+    `collectives` may be None for tensor parallel 1; `context` is the rank's group where several share the blocks of a KV head.
+    """
 
     def __init__(
         self,
@@ -47,17 +51,22 @@ class Model:
         caches: LayerCaches,
         collectives: Collectives | None,
         device: Device,
+        *,
+        context: ContextGroup | None = None,
     ) -> None:
         if shard.tp_size > 1 and (
             collectives is None or (collectives.rank, collectives.size) != (shard.tp_rank, shard.tp_size)
         ):
             raise InvalidValueError(field="collectives", value=collectives, rule="a group of the tensor-parallel ranks")
+        if shard.dcp_size != (1 if context is None else context.size):
+            raise InvalidValueError(field="context", value=context, rule=f"a group of {shard.dcp_size} ranks")
         self.shard = shard
         self.config = shard.config
         self.weights = weights
         self.caches = caches
         self.device = device
         self._group = collectives if shard.tp_size > 1 else None
+        self._context = context
         self._linear = LinearAttention(shard)
         self._rotary = Rotary(shard.config, device.torch_device)
 
@@ -135,8 +144,12 @@ class Model:
             query, gate = query.index_select(0, run.step.logit_rows), gate.index_select(0, run.step.logit_rows)
             if not len(query):
                 return gate
-        output, _ = paged_attention(query, self.caches.key[index], self.caches.value[index], metadata, self.device)
-        return output.flatten(1).to(x.dtype).mul_(gate.sigmoid())
+        if self._context is not None:
+            query = self._context.gather_queries(query)
+        found = paged_attention(query, self.caches.key[index], self.caches.value[index], metadata, self.device)
+        if self._context is not None:
+            found = self._context.merge_own(found)
+        return found.output.flatten(1).to(x.dtype).mul_(gate.sigmoid())
 
     def _linear_attention(
         self, index: int, weights: LinearAttentionWeights, x: torch.Tensor, run: _Pass, *, narrow: bool

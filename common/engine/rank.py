@@ -18,6 +18,7 @@ from common.engine.cache import TORCH_DTYPES, LayerCaches
 from common.engine.cache_shape import cache_shape
 from common.engine.collectives.port import Collectives
 from common.engine.config import ModelConfig, load_config
+from common.engine.context_group import split_context
 from common.engine.device.cpu import CpuDevice
 from common.engine.device.port import Device
 from common.engine.digests import Digester
@@ -103,15 +104,21 @@ class Rank:
         if start.num_speculative_tokens:
             rule = "0: this engine decodes one token at a time"
             raise InvalidValueError(field="num_speculative_tokens", value=start.num_speculative_tokens, rule=rule)
-        if start.dcp != 1:
-            raise InvalidValueError(field="dcp", value=start.dcp, rule="1: the ranks of this engine hold whole sequences")
         folder = Path(start.model_dir)
         config = load_config(folder)
-        shard = RankShard(config=config, tp_rank=start.rank, tp_size=start.tp)
+        shard = RankShard(config=config, tp_rank=start.rank, tp_size=start.tp, dcp_size=start.dcp)
+        context = split_context(ports.collectives, start.dcp)
         shape = cache_shape(
             config, dtype=dtype, block_size=start.block_size, num_blocks=start.num_blocks, num_slots=start.num_slots
         )
-        at = Coordinates(dp_rank=start.dp_rank, dp_size=start.dp, tp_rank=start.rank, tp_size=start.tp)
+        at = Coordinates(
+            dp_rank=start.dp_rank,
+            dp_size=start.dp,
+            tp_rank=start.rank,
+            tp_size=start.tp,
+            dcp_rank=shard.dcp_rank,
+            dcp_size=start.dcp,
+        )
         region_map = lay_out(shape, at, start.num_staging_rows)
         self._progress("weights", 0)
         weights = load_weights(folder, shard, TORCH_DTYPES[dtype])
@@ -131,10 +138,14 @@ class Rank:
         self._puller = Puller(rank=start.rank, clock=ports.clock, emit=ports.emit, faults=faults, shaper=shaper)
         self._sequences: dict[int, BoundSequence] = {}
         geometry = AttentionGeometry(
-            num_query_heads=len(shard.query_heads), num_kv_heads=len(shard.kv_heads), block_size=start.block_size
+            num_query_heads=shard.num_attending_heads,
+            num_kv_heads=len(shard.kv_heads),
+            block_size=start.block_size,
+            dcp_rank=shard.dcp_rank,
+            dcp_size=start.dcp,
         )
         self._steps = StepRunner(
-            model=Model(shard, weights, self._caches, ports.collectives, device),
+            model=Model(shard, weights, self._caches, ports.collectives, device, context=context),
             buffers=StepBuffers(
                 geometry,
                 max_tokens=start.max_step_tokens,
@@ -318,7 +329,8 @@ class Rank:
         sequence = self._sequences.get(command.seq)
         if sequence is None:
             raise InvalidValueError(field="seq", value=command.seq, rule="a bound sequence")
-        if not 0 <= command.start <= command.end <= len(sequence.binding.block_ids) * self._start.block_size:
+        num_held = len(sequence.binding.block_ids) * self._start.block_size * self._start.dcp
+        if not 0 <= command.start <= command.end <= num_held:
             rule = "0 <= start <= end, within the sequence's blocks"
             raise InvalidValueError(field="tokens", value=(command.start, command.end), rule=rule)
         if command.side is PeerSide.DESTINATION:

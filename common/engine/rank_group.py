@@ -79,6 +79,9 @@ class RankGroup:
             if start.rank != number or start.tp != len(starts):
                 rule = f"rank {number} of tp {len(starts)}"
                 raise InvalidValueError(field=f"starts[{number}]", value=(start.rank, start.tp), rule=rule)
+            if start.dcp != starts[0].dcp:
+                rule = f"{starts[0].dcp}, as for rank 0"
+                raise InvalidValueError(field=f"starts[{number}].dcp", value=start.dcp, rule=rule)
             if start.dp_rank != starts[0].dp_rank or not 0 <= start.dp_rank < start.dp:
                 rule = f"one replica of all ranks, 0 to {start.dp - 1}"
                 raise InvalidValueError(field=f"starts[{number}].dp_rank", value=start.dp_rank, rule=rule)

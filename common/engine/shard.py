@@ -5,26 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.engine.config import ModelConfig
+from common.layout import context_parallel
 from common.layout.heads import kv_shard
 from contracts.errors import InvalidValueError
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
-    """Rank `tp_rank` of `tp_size`. Raises `InvalidValueError` when the model cannot be cut that way."""
+    """Rank `tp_rank` of `tp_size`, each `dcp_size` of which share the blocks of a KV head.
+
+    Raises `InvalidValueError` when the model cannot be cut that way.
+    """
 
     config: ModelConfig
     tp_rank: int = 0
     tp_size: int = 1
+    dcp_size: int = 1
 
     def __post_init__(self) -> None:
         self.config.check_tensor_parallel(self.tp_size)
+        self.config.check_context_parallel(self.tp_size, self.dcp_size)
         if not 0 <= self.tp_rank < self.tp_size:
             raise InvalidValueError(field="tp_rank", value=self.tp_rank, rule=f"0 to tp_size - 1 ({self.tp_size - 1})")
 
     def _even(self, total: int) -> range:
         size = total // self.tp_size
         return range(self.tp_rank * size, (self.tp_rank + 1) * size)
+
+    @property
+    def dcp_rank(self) -> int:
+        """The rank's place among those that share its KV head's blocks."""
+        return context_parallel.dcp_rank(self.tp_rank, self.dcp_size)
+
+    @property
+    def num_attending_heads(self) -> int:
+        """Query heads that attend to this rank's keys: those of all ranks that share the KV head's blocks."""
+        return len(self.query_heads) * self.dcp_size
 
     @property
     def query_heads(self) -> range:

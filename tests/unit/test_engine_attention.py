@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from common.engine import attention_metadata
-from common.engine.attention import merge_partials, paged_attention, write_paged
+from common.engine.attention import paged_attention, write_paged
 from common.engine.attention_metadata import AttentionGeometry, SequenceView
 from common.engine.device.cpu import CpuDevice
+from common.engine.partial import NaturalLse, Partial, merge_partials
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 NUM_BLOCKS = 64
@@ -50,9 +51,7 @@ class World:
             num_query_heads=HEADS, num_kv_heads=KV_HEADS, block_size=BLOCK, dcp_rank=rank, dcp_size=self.dcp_size
         )
 
-    def attend(
-        self, views: list[SequenceView], query: torch.Tensor, rank: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, views: list[SequenceView], query: torch.Tensor, rank: int = 0) -> Partial:
         """What one rank computes."""
         key_cache, value_cache = self.caches[rank]
         return paged_attention(query, key_cache, value_cache, self.geometry(rank).build(views), CpuDevice())
@@ -73,13 +72,15 @@ def check(world: World, starts: list[int], counts: list[int]) -> None:
     ]
     query = torch.randn(sum(counts), HEADS, DIM, generator=world.generator)
     parts = [world.attend(views, query, rank) for rank in range(world.dcp_size)]
-    output, lse = merge_partials(torch.stack([o for o, _ in parts]), torch.stack([p for _, p in parts]))
+    output, lse = merge_partials(
+        Partial(torch.stack([o for o, _ in parts]), NaturalLse(torch.stack([lse.values for _, lse in parts])))
+    )
     row = 0
     for index, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for position in range(start, start + count):
             wanted, wanted_lse = world.expected(index, position, query[row])
             assert torch.allclose(output[row].double(), wanted, atol=2e-6)
-            assert torch.allclose(lse[row].double(), wanted_lse, atol=2e-6)
+            assert torch.allclose(lse.values[row].double(), wanted_lse, atol=2e-6)
             row += 1
 
 
@@ -103,37 +104,3 @@ def test_equal_lengths_need_no_mask() -> None:
     views = [SequenceView(block_ids=b, start=6, num_tokens=1) for b in world.blocks]
     (group,) = world.geometry().build(views).groups
     assert [tile.mask for tile in group.tiles] == [None]
-
-
-def test_partials_of_any_cut_merge_to_the_whole() -> None:
-    """In fp64 to 1e-10; empty parts, parts with NaN and infinite sums count for nothing."""
-    g = torch.Generator().manual_seed(2)
-    scores = torch.randn(4, 40, generator=g, dtype=torch.float64) * 5
-    values = torch.randn(40, 8, generator=g, dtype=torch.float64)
-    outputs, lses = [], []
-    for part in ((0, 13), (13, 13), (13, 14), (14, 40)):
-        chosen = scores[:, slice(*part)]
-        outputs.append(chosen.softmax(-1) @ values[slice(*part)])
-        lses.append(chosen.logsumexp(-1))
-    outputs[1].fill_(torch.nan)
-    for spoiled in (-torch.inf, torch.inf, torch.nan):
-        lses[1].fill_(spoiled)
-        output, lse = merge_partials(torch.stack(outputs), torch.stack(lses))
-        assert float((output - scores.softmax(-1) @ values).abs().max()) < 1e-10
-        assert float((lse - scores.logsumexp(-1)).abs().max()) < 1e-10
-
-
-def test_all_parts_empty_give_zero_and_minus_infinity() -> None:
-    """Never 0/0."""
-    output, lse = merge_partials(torch.full((2, 3, 4), torch.nan), torch.full((2, 3), -torch.inf))
-    assert bool((output == 0).all())
-    assert bool((lse == -torch.inf).all())
-
-
-def test_the_base_of_the_logarithm_matters() -> None:
-    """Sums of 2 and 8, merged as if their logarithms were of base 2, give another result: mixing bases would be seen."""
-    outputs, sums = torch.tensor([[1.0], [2.0]]), torch.tensor([2.0, 8.0])
-    right, _ = merge_partials(outputs, sums.log())
-    wrong, _ = merge_partials(outputs, sums.log2())
-    assert float(right) == pytest.approx(1.8)
-    assert abs(float(wrong) - 1.8) > 0.01

@@ -6,6 +6,8 @@ from typing import Final
 
 import torch
 
+from common.engine.partial import NaturalLse
+
 _FLASH: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - the public function hides the log-sum-exp
 
 
@@ -23,7 +25,7 @@ class CpuDevice:
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, NaturalLse]:
         """See `Device.attend`."""
         output, lse = _FLASH(query.float(), key.float(), value.float(), attn_mask=mask, scale=scale)
-        return output, lse
+        return output, NaturalLse(lse)
