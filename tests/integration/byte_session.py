@@ -13,7 +13,7 @@ from contracts.manifest import Namespace, RankManifest, Role
 from contracts.rank import BindSequence, PushOutcome, PushTarget, StepItem
 from contracts.requests import SamplingParams
 from tests.integration.cache_bytes import Gathered, Held, Memories, gather, poison, untouched
-from tests.integration.handoff_pairs import BLOCK_SIZE, CHUNK, DEADLINE_S, NUM_BLOCKS, NUM_SLOTS, PartKey, Worker
+from tests.integration.handoff_pairs import CHUNK, DEADLINE_S, NUM_BLOCKS, NUM_SLOTS, PartKey, Worker, owed_by
 
 NUM_DECODED = 8
 """Tokens that are reserved behind each prompt."""
@@ -45,11 +45,12 @@ class _Free:
 
     blocks: list[int]
     slots: list[int]
+    block_tokens: int
 
     @classmethod
-    def shuffled(cls, seed: int) -> _Free:
+    def shuffled(cls, worker: Worker, seed: int) -> _Free:
         """All of a worker's memory."""
-        free = cls(blocks=list(range(NUM_BLOCKS)), slots=list(range(NUM_SLOTS)))
+        free = cls(blocks=list(range(NUM_BLOCKS)), slots=list(range(NUM_SLOTS)), block_tokens=worker.block_tokens)
         order = random.Random(seed)
         order.shuffle(free.blocks)
         order.shuffle(free.slots)
@@ -57,7 +58,7 @@ class _Free:
 
     def take(self, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> tuple[tuple[int, ...], Held]:
         """Blocks for `num_tokens` tokens, and what of them the prompt fills."""
-        ids = tuple(self.blocks.pop() for _ in range(-(-num_tokens // BLOCK_SIZE)))
+        ids = tuple(self.blocks.pop() for _ in range(-(-num_tokens // self.block_tokens)))
         return ids, Held(block_ids=ids, slot=self.slots.pop(), num_tokens=num_prompt_tokens, start=num_cached_tokens)
 
 
@@ -70,10 +71,11 @@ class ByteSession:
     memories: Memories
     _travelling: list[Travelling] = field(default_factory=list)
     _done: dict[tuple[str, PartKey], RangeSet] = field(default_factory=dict)
-    _here: _Free = field(default_factory=lambda: _Free.shuffled(1))
-    _there: _Free = field(default_factory=lambda: _Free.shuffled(2))
+    _here: _Free = field(init=False)
+    _there: _Free = field(init=False)
 
     def __post_init__(self) -> None:
+        self._here, self._there = _Free.shuffled(self.source, 1), _Free.shuffled(self.destination, 2)
         poison(self.memories.of(self.destination.name))
 
     async def reserve(self, prompt: Sequence[int], num_cached_tokens: int = 0) -> Travelling:
@@ -144,13 +146,13 @@ class ByteSession:
     async def arrived(self, *wanted: Travelling) -> None:
         """Wait until everything of these sequences has been reported, each token once."""
         planned = self.source.plans[self.destination.name].parts
-        owed: dict[tuple[str, PartKey], tuple[int, int]] = {}
+        owed: dict[tuple[str, PartKey], RangeSet] = {}
         for each in wanted:
             for part in planned:
                 key = (part.namespace, part.role, part.layer, part.src_rank, part.dst_rank)
-                owed[each.handoff_id, key] = (0, 1) if part.role in SLOTS else (each.here.start, len(each.prompt))
+                owed[each.handoff_id, key] = owed_by(part, each.here.start, len(each.prompt))
         async with asyncio.timeout(DEADLINE_S):
-            while not all(self._done.get(key, RangeSet()).tiles(*span) for key, span in owed.items()):
+            while any(self._done.get(key, RangeSet()) != everything for key, everything in owed.items()):
                 push = await self.source.group.next_push()
                 assert push.outcome is PushOutcome.DONE, push.reason
                 part_key = (push.namespace, push.role, push.layer, push.rank, push.destination_rank)

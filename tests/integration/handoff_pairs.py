@@ -21,7 +21,7 @@ from common.layout.planner import ReshardPlan, plan
 from common.layout.ranges import RangeSet
 from common.runtime.clock import Clock, SystemClock
 from contracts.handoff import GRANT_SECRET_BYTES, Grant
-from contracts.manifest import Namespace, Role
+from contracts.manifest import Namespace, PlannedPart, Role
 from contracts.rank import BindSequence, PushOutcome, PushTarget, StartRank, StepItem, StepPlan
 from contracts.requests import SamplingParams, WorkerRef
 from contracts.workers import WorkerDescription
@@ -52,6 +52,11 @@ class Worker:
     def ref(self) -> WorkerRef:
         """How a peer names it."""
         return WorkerRef(worker_id=self.name, incarnation=f"i-{self.name}")
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a sequence behind one block id: a block on each of the ranks that share them."""
+        return BLOCK_SIZE * self.info.ranks[0].manifest.coordinates.dcp_size
 
     def describe(self) -> tuple[WorkerDescription, ...]:
         """What it says of its ranks to a peer."""
@@ -84,13 +89,14 @@ async def start_worker(
     sockets: Path,
     tp: int,
     *,
+    dcp: int = 1,
     memories: Memories | None = None,
     transport: str = "shm",
     num_staging_rows: int = 0,
     failpoints: str = "",
     open_plane: Callable[[StartRank, Clock], DataPlane] = open_data_plane,
 ) -> Worker:
-    """Start an engine of `tp` thread ranks, whose regions `memories` remembers; their data planes come from `open_plane`."""
+    """Start an engine of `tp` thread ranks, each `dcp` of which share the blocks of a sequence, whose regions `memories` remembers; their data planes come from `open_plane`."""
     threads = ThreadGroup(tp, timeout_s=60)
     clock = SystemClock()
 
@@ -115,6 +121,7 @@ async def start_worker(
             incarnation=f"i-{name}",
             rank=rank,
             tp=tp,
+            dcp=dcp,
             model_dir=str(folder),
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
@@ -192,6 +199,14 @@ async def hand_over(
     return [tuple(output) for output in outputs]
 
 
+def owed_by(part: PlannedPart, start: int, end: int) -> RangeSet:
+    """What is to be reported of a part: its state, or those of a sequence's tokens `[start, end)` that its destination keeps."""
+    if part.role in {Role.CONV, Role.SSM}:
+        return RangeSet.of([(0, 1)])
+    kept = (token for token in range(start, end) if token // BLOCK_SIZE % part.modulus == part.residue)
+    return RangeSet.of((token, token + 1) for token in kept)
+
+
 def _layout(prompts: Sequence[tuple[int, ...]], worker: Worker, extra: int, *, spread: int) -> list[Grant]:
     """Memory for each prompt.
 
@@ -203,7 +218,7 @@ def _layout(prompts: Sequence[tuple[int, ...]], worker: Worker, extra: int, *, s
         free = random.Random(worker.name).sample(range(NUM_BLOCKS), NUM_BLOCKS)
     grants = []
     for number, prompt in enumerate(prompts):
-        count = -(-(len(prompt) + extra) // BLOCK_SIZE)
+        count = -(-(len(prompt) + extra) // worker.block_tokens)
         grants.append(
             Grant(
                 worker_id=worker.name,
@@ -248,14 +263,14 @@ def _prefill_steps(prompts: Sequence[tuple[int, ...]]) -> Iterator[list[StepItem
 async def _ledger_closed(source: Worker, destination: Worker, prompts: Sequence[tuple[int, ...]]) -> None:
     """Read reports of pushes until every planned part of every prompt tiles exactly what it owes."""
     planned = source.plans[destination.name].parts
-    owed: dict[tuple[str, PartKey], int] = {}
+    owed: dict[tuple[str, PartKey], RangeSet] = {}
     for number, prompt in enumerate(prompts):
         for part in planned:
             key = (part.namespace, part.role, part.layer, part.src_rank, part.dst_rank)
-            owed[f"h{number + 1}", key] = 1 if part.role in {Role.CONV, Role.SSM} else len(prompt)
+            owed[f"h{number + 1}", key] = owed_by(part, 0, len(prompt))
     done = dict.fromkeys(owed, RangeSet())
     async with asyncio.timeout(DEADLINE_S):
-        while not all(done[key].tiles(0, end) for key, end in owed.items()):
+        while done != owed:
             push = await source.group.next_push()
             assert push.outcome is PushOutcome.DONE, push.reason
             part_key = (push.namespace, push.role, push.layer, push.rank, push.destination_rank)

@@ -16,7 +16,7 @@ from contracts.manifest import PagedPlace, RankManifest, Role
 from contracts.rank import BindSequence, PullReport, PullShards, StepItem
 from contracts.requests import SamplingParams
 from tests.integration.cache_bytes import POISON, Gathered, Held, Memories, gather, poison, untouched
-from tests.integration.handoff_pairs import BLOCK_SIZE, CHUNK, NUM_BLOCKS, NUM_SLOTS, Worker
+from tests.integration.handoff_pairs import CHUNK, NUM_BLOCKS, NUM_SLOTS, Worker
 
 NUM_ROWS = 3
 NUM_DECODED = 8
@@ -178,7 +178,7 @@ class PullSession:
     def take(self, worker: Worker, num_tokens: int) -> tuple[tuple[int, ...], int]:
         """Blocks for some tokens, and a slot, that no other sequence has."""
         blocks, slots = self._free[worker.name]
-        return tuple(blocks.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))), slots.pop()
+        return tuple(blocks.pop() for _ in range(-(-num_tokens // worker.block_tokens))), slots.pop()
 
 
 def staging_of(manifest: RankManifest) -> tuple[int, int]:

@@ -40,7 +40,9 @@ class Reference:
         return 3e-4 * max(1.0, self.logit_std / 4)
 
 
-def random_model(*, tied: bool = False, num_layers: int = 4, spread: float = 0.12) -> Qwen3_5ForCausalLM:
+def random_model(
+    *, tied: bool = False, num_layers: int = 4, num_heads: int = 4, spread: float = 0.12
+) -> Qwen3_5ForCausalLM:
     """A model with livelier weights than a fresh one has, and logits with a standard deviation of about 4.
 
     `spread` is the standard deviation of its matrices. At 0.12 two exact implementations may differ by 7e-4 in fp32, at 0.06 by 1e-4.
@@ -50,10 +52,10 @@ def random_model(*, tied: bool = False, num_layers: int = 4, spread: float = 0.1
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=num_layers,
-        num_attention_heads=4,
+        num_attention_heads=num_heads,
         num_key_value_heads=2,
         head_dim=32,
-        linear_num_key_heads=4,
+        linear_num_key_heads=num_heads,
         linear_num_value_heads=8,
         linear_key_head_dim=16,
         linear_value_head_dim=16,
@@ -73,6 +75,11 @@ def random_model(*, tied: bool = False, num_layers: int = 4, spread: float = 0.1
         scale = 4.0 / float(model(probe).logits.std())
         model.lm_head.weight.mul_(scale)
     return model
+
+
+def wide_model() -> Qwen3_5ForCausalLM:
+    """One that eight ranks can be cut from, four of them for each of its two KV heads, with full attention in its middle and at its end."""
+    return random_model(num_layers=8, num_heads=8, spread=0.06)
 
 
 def continue_greedily(model: Qwen3_5ForCausalLM, prompt: torch.Tensor) -> ReferencePrompt | None:
