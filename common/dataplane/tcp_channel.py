@@ -66,12 +66,15 @@ class Channel:
         self._readable.register(connection, select.POLLIN | select.POLLRDHUP)
         self.stopped = False
         self.stop = stop
+        self.silence_s: float | None = None
+        """How long the peer may neither take nor give a byte while this end waits for it; None: as long as the deadline allows."""
         tune(connection)
 
     def receive(self, buffer: memoryview, deadline: float | None) -> None:
         """Fill `buffer`. Raises `ChannelError`; what was filled until then is not known."""
+        moved_at = self._now()
         while len(buffer):
-            self._check(deadline)
+            self._check(deadline, moved_at)
             try:
                 count = self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
             except BlockingIOError:
@@ -81,6 +84,7 @@ class Channel:
             if not count:
                 self._raise_ended(deadline)
             buffer = buffer[count:]
+            moved_at = self._now()
 
     def receive_bytes(self, length: int, deadline: float | None) -> bytes:
         """Exactly `length` bytes, a number that the caller has bounded. Raises `ChannelError`."""
@@ -90,8 +94,9 @@ class Channel:
 
     def receive_vector(self, vector: Vector, deadline: float) -> None:
         """Fill all pieces of `vector`. Raises as `receive` does."""
+        moved_at = self._now()
         while not vector.is_done:
-            self._check(deadline)
+            self._check(deadline, moved_at)
             try:
                 count = vector.receive(self._socket)
             except BlockingIOError:
@@ -100,23 +105,27 @@ class Channel:
                 raise self._broken(error) from error
             if not count:
                 self._raise_ended(deadline)
+            moved_at = self._now()
 
     def send(self, data: bytes, deadline: float) -> None:
         """Send `data`. Raises `ChannelError`."""
+        moved_at = self._now()
         while data:
-            self._check(deadline)
+            self._check(deadline, moved_at)
             try:
                 data = data[self._socket.send(data) :]
             except BlockingIOError:
                 continue
             except OSError as error:
                 raise self._broken(error) from error
+            moved_at = self._now()
 
     def send_vector(self, vector: Vector, deadline: float) -> None:
         """Send all pieces of `vector`, but give up when the peer says something meanwhile. Raises `ChannelError`."""
         first = True
+        moved_at = self._now()
         while not vector.is_done:
-            self._check(deadline)
+            self._check(deadline, moved_at)
             if not first and self.has_input:
                 raise ChannelError(Fault.ANSWERED, "the peer did not wait for the end")
             first = False
@@ -126,6 +135,7 @@ class Channel:
                 continue
             except OSError as error:
                 raise self._broken(error) from error
+            moved_at = self._now()
 
     def wait_for_input(self) -> None:
         """Return when the peer says something or ends the connection, or when this end is told to stop."""
@@ -194,11 +204,13 @@ class Channel:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
-    def _check(self, deadline: float | None) -> None:
+    def _check(self, deadline: float | None, moved_at: float | None = None) -> None:
         if self.stopped or (self.stop is not None and self.stop.is_set()):
             raise ChannelError(Fault.STOPPED, STOPPED)
         if deadline is not None and self._now() >= deadline:
             raise ChannelError(Fault.LATE, "the deadline has passed")
+        if self.silence_s is not None and moved_at is not None and self._now() - moved_at >= self.silence_s:
+            raise ChannelError(Fault.LATE, f"the peer has been silent for {self.silence_s:g} s")
 
     def _raise_ended(self, deadline: float | None) -> NoReturn:
         self._check(deadline)

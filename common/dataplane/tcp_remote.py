@@ -14,7 +14,7 @@ from common.dataplane.tcp_channel import Channel, ChannelError, Fault
 from common.dataplane.tcp_dial import dial
 from common.dataplane.tcp_region import STALE, TcpRegion
 from common.dataplane.tcp_segments import segments_of
-from common.dataplane.tcp_transfer import Transfer
+from common.dataplane.tcp_transfer import SILENCE_S, Transfer
 from common.dataplane.tcp_wire import (
     MAX_BATCHES,
     PREFIX,
@@ -153,7 +153,7 @@ class TcpRemoteRegion:
             idle.close()
         if not self.peer_alive:
             raise DataPlaneError(_DEAD)
-        channel = open_channel(self.descriptor, self._now, deadline)
+        channel = open_channel(self.descriptor, self._now, min(deadline, self._now() + SILENCE_S))
         with self._changed:
             if self._closed:
                 channel.close()

@@ -8,7 +8,7 @@ from typing import Final
 
 from common.dataplane.port import Outcome, TransferResult, WriteGrant
 from common.dataplane.shm_memory import RegionMemory
-from common.dataplane.tcp_channel import Channel, ChannelError, Fault
+from common.dataplane.tcp_channel import UNREACHABLE_S, Channel, ChannelError, Fault
 from common.dataplane.tcp_segments import Segments, vector_into
 from common.dataplane.tcp_vector import Vector
 from common.dataplane.tcp_wire import (
@@ -24,6 +24,8 @@ from common.dataplane.tcp_wire import (
     encode_begin,
 )
 
+SILENCE_S: Final = float(UNREACHABLE_S)
+"""How long an owner may neither take nor give a byte of a transfer. Its kernel may live on: only bytes tell that it does."""
 SETTLE_S: Final = 0.25
 """How long a write that was given up waits to hear that the owner has stopped too."""
 
@@ -43,6 +45,7 @@ class Transfer:
     ) -> None:
         """Borrows `channel`, which must be greeted and idle. Afterwards it is of use only if `reusable`."""
         self._channel = channel
+        channel.silence_s = SILENCE_S
         self._local = local
         self._segments = segments
         self._grant = grant

@@ -241,6 +241,38 @@ def test_a_read_that_is_not_confirmed_fails_quiescent(stage: Stage, said: bytes)
     owner.close()
 
 
+@pytest.mark.parametrize("read", [False, True], ids=["write", "read"])
+@pytest.mark.parametrize("run", [SMALL, WHOLE], ids=["small", "large"])
+def test_an_owner_that_moves_no_byte_is_given_up_long_before_the_deadline(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, run: Run, *, read: bool
+) -> None:
+    """The connection stands, the owner hangs: nothing is taken or given, and the transfer does not wait for its deadline."""
+    monkeypatch.setattr(tcp_transfer, "SETTLE_S", 0.02)
+    owner, moving = stage.transfer(run, read=read)
+    take(owner, HEAD_BYTES + (0 if read else run.length // 2))
+    if read:
+        owner.sendall(encode_data(run.length) + bytes(run.length // 2))
+    assert not moving.done()
+    stage.skew_s = tcp_transfer.SILENCE_S + 1.0
+    result = moving.result(PATIENCE_S)
+    assert result.outcome is (Outcome.FAILED_QUIESCED if read else Outcome.INDETERMINATE)
+    assert "silent for 10 s" in result.reason
+    owner.close()
+
+
+def test_an_owner_that_is_slow_but_moves_bytes_is_waited_for(stage: Stage) -> None:
+    """Silence begins anew with every byte: however long the whole takes, up to the deadline."""
+    owner, reading = stage.transfer(WHOLE, read=True)
+    take(owner, HEAD_BYTES)
+    owner.sendall(encode_data(LENGTH))
+    for _ in range(8):
+        owner.sendall(bytes(LENGTH // 8))
+        stage.skew_s += 0.4 * tcp_transfer.SILENCE_S
+    owner.sendall(encode_answer(Status.DONE, LENGTH, ""))
+    assert reading.result(PATIENCE_S).outcome is Outcome.DONE
+    owner.close()
+
+
 def test_a_silent_owner_costs_a_read_its_deadline(stage: Stage) -> None:
     """The same without a word: the read ends at its deadline."""
     owner, reading = stage.transfer(read=True)
