@@ -5,16 +5,14 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, Self
 
-from nats.aio.msg import Msg
-
 from common.bus.errors import BusError, BusUnavailable, StorageRefused
 from common.bus.nats_bucket import NatsBucket, feed_watch
 from common.bus.nats_connection import Connection
 from common.bus.nats_events import EventPump
 from common.bus.nats_reader import Reader, ReaderBroken
-from common.bus.nats_requests import CONNECTION_ERRORS, send
 from common.bus.nats_storage import JetStream, NotStored, bucket_stream, event_stream
 from common.bus.nats_url import servers_of
+from common.bus.nats_wire import CONNECTION_ERRORS, Arrived, listen, send
 from common.bus.observer import BusObserver, NoObserver, RequestKind
 from common.bus.port import (
     DEFAULT_TIMEOUT,
@@ -57,7 +55,7 @@ class NatsBus:
         self._watches: dict[QueuedWatch, asyncio.Task[None]] = {}
         self._replicas = replicas
         self._jetstream = JetStream(connection.requests)
-        self._events = EventPump(self._jetstream, clock, tasks, connection.wait_up, observer)
+        self._events = EventPump(connection.requests, clock, tasks, observer)
         self._restorer = tasks.create_task(self._restore(), name="bus-restore")
 
     @classmethod
@@ -143,8 +141,7 @@ class NatsBus:
         self._connection.check_up()
         client = self._connection.client
 
-        async def arrived(message: Msg) -> None:
-            # The library runs the callbacks of a subscription one by one: only hand over, never wait or raise.
+        def arrived(message: Arrived) -> None:
             queue.offer(self._message(message))
 
         async def leave() -> None:
@@ -154,7 +151,7 @@ class NatsBus:
 
         queue = QueuedSubscription(max_pending=max_pending, leave=leave, dropped=self._observer.messages_dropped)
         try:
-            subscription = await client.subscribe(subject, queue=queue_group, cb=arrived)
+            subscription = await listen(client, subject, arrived, queue_group=queue_group)
         except CONNECTION_ERRORS as error:
             raise BusUnavailable(f"{subject} was not subscribed: {error}", maybe_done=False) from error
         self._queues.add(queue)
@@ -232,8 +229,8 @@ class NatsBus:
             queue.close()
         await self._connection.close()
 
-    def _message(self, message: Msg) -> Message:
-        return Message(message.subject, message.data, message.headers or {}, message.reply, self)
+    def _message(self, message: Arrived) -> Message:
+        return Message(message.subject, message.data, message.headers, message.reply, self)
 
     def _reader(self, stream: str, subject: str, **options: Any) -> Reader:
         connection = self._connection

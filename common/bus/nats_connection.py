@@ -13,7 +13,8 @@ from nats.aio.client import Client
 
 from common.bus.errors import BusTimeout, BusUnavailable, StorageRefused
 from common.bus.nats_reader import Reader
-from common.bus.nats_requests import CONNECTION_ERRORS, Requests
+from common.bus.nats_requests import Requests
+from common.bus.nats_wire import CONNECTION_ERRORS, WireParser
 from common.bus.observer import BusObserver
 from common.bus.server import check_version
 from common.runtime.lifecycle import Log
@@ -35,6 +36,7 @@ class Connection:
 
     def __init__(self, log: Log, on_closed: Callable[[str], None] | None, observer: BusObserver) -> None:
         self.client = Client()
+        self.client._ps = WireParser(self.client)  # noqa: SLF001 - there is no other way to give it one
         self.requests = Requests(self.client, observer)
         self.readers: set[Reader] = set()
         """Open readers: a lost connection ends their pass."""

@@ -2,109 +2,149 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from common.bus.errors import BusTimeout, BusUnavailable, StorageRefused
-from common.bus.nats_storage import JetStream
-from common.bus.observer import BusObserver
+from common.bus.errors import BusError, BusTimeout, BusUnavailable, NoResponders
+from common.bus.nats_requests import Answer, Fate, Requests, answered
+from common.bus.nats_storage import API_TIMEOUT_S, stored_sequence
+from common.bus.observer import BusObserver, RequestKind
 from common.bus.port import Headers
+from common.bus.request_outcomes import outcome_of
 from common.runtime.clock import Clock, Deadline
-from common.runtime.tasks import BoundedTasks
 
 MAX_WAITING_EVENTS: Final = 4096
 _MAX_IN_FLIGHT: Final = 64
 _GIVE_UP_S: Final = 60.0
 """Well within the window in which the stream recognises a repeat: a later one could be stored twice."""
-_BACKOFF_S: Final = 0.25
+_LOOK_EVERY_S: Final = 0.25
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Event:
+    """`give_up_at` and `sent_at` are readings of the clock; `inbox` is where its answer comes to."""
+
+    number: int
     subject: str
     data: bytes
     headers: Headers
-    give_up: Deadline
+    give_up_at: float
+    sent_at: float = 0.0
+    inbox: str = ""
 
 
 class EventPump:
-    """Takes events without waiting and stores them as fast as the server acknowledges."""
+    """Takes events without waiting and stores them as fast as the server acknowledges.
 
-    def __init__(
-        self,
-        jetstream: JetStream,
-        clock: Clock,
-        group: asyncio.TaskGroup,
-        wait_connected: Callable[[], Awaitable[None]],
-        observer: BusObserver,
-    ) -> None:
-        self._jetstream = jetstream
+    Some are in flight at once, none of them in a task of its own. When one was not stored, nothing is sent for a moment; then it goes
+    again, ahead of those that wait.
+    """
+
+    def __init__(self, requests: Requests, clock: Clock, group: asyncio.TaskGroup, observer: BusObserver) -> None:
+        self._requests = requests
         self._observer = observer
         self._clock = clock
-        self._wait_connected = wait_connected
-        self._sending = BoundedTasks(group, name="bus-event", limit=_MAX_IN_FLIGHT)
         self._waiting: deque[_Event] = deque()
-        self._changed = asyncio.Event()
+        self._in_flight: set[_Event] = set()
+        self._failed: list[_Event] = []
+        self._count = 0
+        self._arrived = asyncio.Event()
+        self._settled = asyncio.Event()
         self._closed = False
         self.dropped = 0
         self._task = group.create_task(self._run(), name="bus-events")
 
     def take(self, subject: str, data: bytes, headers: Headers) -> bool:
         """Queue an event, or drop and count it. Never blocks."""
-        if self._closed or len(self._waiting) >= MAX_WAITING_EVENTS:
+        if self._closed or len(self._waiting) + len(self._failed) >= MAX_WAITING_EVENTS:
             self._drop(1)
             return False
-        self._waiting.append(_Event(subject, data, headers, Deadline.after(self._clock, _GIVE_UP_S)))
-        self._changed.set()
+        self._count += 1
+        self._waiting.append(_Event(self._count, subject, data, headers, self._clock.monotonic() + _GIVE_UP_S))
+        self._arrived.set()
+        self._send()
         return True
 
     async def flush(self, deadline: Deadline) -> bool:
         """Wait until nothing waits and nothing is in flight; say whether that was so by the deadline."""
         try:
             async with deadline.timeout():
-                while self._waiting:
-                    self._changed.clear()
-                    await self._changed.wait()
+                while self._num_unsettled:
+                    self._settled.clear()
+                    await self._settled.wait()
         except TimeoutError:
             return False
-        return await self._sending.wait_idle(deadline)
+        return True
 
     def close(self) -> None:
-        """Stop. What still waits is counted as dropped. Twice is fine."""
-        if not self._closed:
-            self._closed = True
-            self._drop(len(self._waiting) + self._sending.running)
+        """Stop. What still waits or is in flight is counted as dropped. Twice is fine."""
+        self._closed = True
+        self._drop(self._num_unsettled)
+        for event in self._in_flight:
+            self._requests.forget(event.inbox)
+        self._in_flight.clear()
         self._waiting.clear()
-        self._sending.cancel()
+        self._failed.clear()
         self._task.cancel()
 
-    async def _run(self) -> None:
-        while True:
-            while not self._waiting:
-                self._changed.clear()
-                await self._changed.wait()
-            event = self._waiting[0]
-            await self._sending.start(partial(self._send, event))
-            self._waiting.popleft()
-            self._changed.set()
+    @property
+    def _num_unsettled(self) -> int:
+        return len(self._waiting) + len(self._in_flight) + len(self._failed)
 
-    async def _send(self, event: _Event) -> None:
-        while not event.give_up.passed:
-            try:
-                async with event.give_up.timeout():
-                    await self._wait_connected()
-                await self._jetstream.store(event.subject, event.data, event.headers)
-            except (BusTimeout, BusUnavailable):
-                await self._clock.sleep(_BACKOFF_S)  # the message id makes the repeat harmless
-            except StorageRefused:
-                break
-            except TimeoutError:
-                continue
-            else:
-                return
-        self._drop(1)
+    def _send(self) -> None:
+        """Send what waits, as far as there is room."""
+        while self._waiting and not self._failed and len(self._in_flight) < _MAX_IN_FLIGHT and self._requests.are_ready:
+            event = self._waiting.popleft()
+            event.sent_at = self._clock.monotonic()
+            told = partial(self._told, event)
+            event.inbox = self._requests.post(event.subject, event.data, told, headers=event.headers)
+            self._in_flight.add(event)
+
+    def _told(self, event: _Event, answer: Answer) -> None:
+        """Hear what became of one. Its id makes a repeat harmless."""
+        self._in_flight.discard(event)
+        error: BusError | None = None
+        try:
+            data = answered(event.subject, answer).data
+        except BusError as caught:
+            error = caught
+        self._observer.request_ended(RequestKind.STORE, outcome_of(error), self._clock.monotonic() - event.sent_at)
+        try:
+            if error is None:
+                stored_sequence(event.subject, data)
+        except BusError as caught:
+            error = caught
+        if isinstance(error, BusTimeout | BusUnavailable | NoResponders):
+            self._failed.append(event)
+            return
+        if error is not None:
+            self._drop(1)
+        self._settled.set()
+        self._send()
+
+    async def _run(self) -> None:
+        """Look after what is not stored at once: it had no answer or no connection, or nothing stored it just then."""
+        while True:
+            while not self._num_unsettled:
+                self._arrived.clear()
+                await self._arrived.wait()
+            await self._clock.sleep(_LOOK_EVERY_S)
+            self._look_after()
+
+    def _look_after(self) -> None:
+        now = self._clock.monotonic()
+        for event in [each for each in self._in_flight if now >= each.sent_at + API_TIMEOUT_S]:
+            self._requests.forget(event.inbox)
+            self._told(event, Fate.OVERDUE)
+        self._failed.sort(key=lambda each: each.number, reverse=True)
+        self._waiting.extendleft(self._failed)
+        self._failed.clear()
+        while self._waiting and now >= self._waiting[0].give_up_at:
+            self._waiting.popleft()
+            self._drop(1)
+            self._settled.set()
+        self._send()
 
     def _drop(self, count: int) -> None:
         self.dropped += count

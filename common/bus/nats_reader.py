@@ -10,12 +10,11 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from common.bus.errors import BusError, BusUnavailable
-from common.bus.nats_requests import CONNECTION_ERRORS, STATUS_HEADER, send
 from common.bus.nats_storage import JetStream
+from common.bus.nats_wire import CONNECTION_ERRORS, Arrived, listen, send
 from common.bus.port import Stored
 
 HEARTBEAT_S: Final = 1.0
@@ -76,7 +75,7 @@ class Reader:
             "num_replicas": 1,
             "inactive_threshold": round(_INACTIVE_S * _NANOSECONDS),
         }
-        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()  # bounded by the server's flow control
+        self._queue: asyncio.Queue[Arrived | None] = asyncio.Queue()  # bounded by the server's flow control
         self._subscription: Subscription | None = None
         self._consumer = ""
         self._next_delivery = 1
@@ -87,7 +86,7 @@ class Reader:
         inbox = self._client.new_inbox()
         self._open_readers.add(self)
         try:
-            self._subscription = await self._client.subscribe(inbox, cb=self._arrived)
+            self._subscription = await listen(self._client, inbox, self._queue.put_nowait)
             config = {**self._options, "deliver_subject": inbox}
             answer = await self._jetstream.call(
                 f"CONSUMER.CREATE.{self._stream}", {"stream_name": self._stream, "config": config}
@@ -121,12 +120,12 @@ class Reader:
                 raise ReaderBroken(f"{self._stream}: the server went silent") from None
             if message is None:
                 raise ReaderBroken(f"{self._stream}: the connection was lost")
-            if message.headers and message.headers.get(STATUS_HEADER) == _CONTROL and not message.data:
+            if message.status == _CONTROL:
                 await self._control(message)
             elif message.reply.startswith(_DELIVERY_PREFIX):
                 return self._data(message)
 
-    def _data(self, message: Msg) -> Read:
+    def _data(self, message: Arrived) -> Read:
         tokens = message.reply.split(".")
         # $JS.ACK.<stream>.<consumer>.<count>.<stream seq>.<consumer seq>.<time>.<pending>; newer servers put
         # <domain>.<account> after ACK and may add tokens at the end.
@@ -135,11 +134,12 @@ class Reader:
         if delivery != self._next_delivery:
             raise ReaderBroken(f"{self._stream}: delivery {delivery} came instead of {self._next_delivery}")
         self._next_delivery += 1
-        headers = dict(message.headers or {})
-        return Read(Stored(message.subject, message.data, headers, sequence, time_ns / _NANOSECONDS), num_pending)
+        return Read(
+            Stored(message.subject, message.data, message.headers, sequence, time_ns / _NANOSECONDS), num_pending
+        )
 
-    async def _control(self, message: Msg) -> None:
-        headers = message.headers or {}
+    async def _control(self, message: Arrived) -> None:
+        headers = message.headers
         last = headers.get(_LAST_CONSUMER_HEADER)
         if last is not None and int(last) != self._next_delivery - 1:
             raise ReaderBroken(f"{self._stream}: {last} were delivered, {self._next_delivery - 1} arrived")
@@ -147,9 +147,6 @@ class Reader:
         for subject in (message.reply, headers.get(_STALLED_HEADER)):
             if subject:
                 await send(self._client, subject, b"")
-
-    async def _arrived(self, message: Msg) -> None:
-        self._queue.put_nowait(message)
 
     async def _close(self) -> None:
         """Give the consumer back if the server is there; if not, it goes by itself once nobody listens."""

@@ -5,45 +5,33 @@ cannot send. This one fails requests in flight at the moment of the break.
 """
 
 import asyncio
+from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final
 
-import nats.errors
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 
 from common.bus.errors import BusTimeout, BusUnavailable, NoResponders
+from common.bus.nats_wire import Arrived, has_room, listen, wait_room, write
 from common.bus.observer import BusObserver, NoObserver, RequestKind
 from common.bus.port import Headers
 from common.bus.request_outcomes import observed
 
 _NO_RESPONDERS: Final = "503"
-STATUS_HEADER: Final = "Status"
-_MAX_UNSENT_BYTES: Final = 8 * 1024 * 1024
-_SEND_TIMEOUT_S: Final = 5.0
-
-CONNECTION_ERRORS: Final = (
-    nats.errors.OutboundBufferLimitError,
-    nats.errors.ConnectionClosedError,
-    nats.errors.ConnectionDrainingError,
-    nats.errors.ConnectionReconnectingError,
-    nats.errors.StaleConnectionError,
-    OSError,
-)
 
 
-async def send(client: Client, subject: str, data: bytes, *, reply: str = "", headers: Headers | None = None) -> None:
-    """Publish, or raise BusUnavailable (not done). Waits for the socket when much is unsent.
+class Fate(Enum):
+    """Why a request has no answer."""
 
-    The headers are copied, because the client library writes into the ones that it is given.
-    """
-    try:
-        if client.pending_data_size > _MAX_UNSENT_BYTES:
-            await client.flush(_SEND_TIMEOUT_S)
-        await client.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
-    except CONNECTION_ERRORS as error:
-        raise BusUnavailable(f"{subject} was not sent: {error}", maybe_done=False) from error
-    except TimeoutError as error:
-        raise BusUnavailable(f"{subject} was not sent: the server takes nothing", maybe_done=False) from error
+    LOST = auto()
+    """The connection broke: it may have arrived."""
+    OVERDUE = auto()
+    """Nobody waits any longer."""
+
+
+Answer = Arrived | Fate
+Told = Callable[[Answer], None]
+"""Hears once how a request ended. Called while messages are read: it returns at once and does not raise."""
 
 
 class Requests:
@@ -54,12 +42,12 @@ class Requests:
         self._observer = observer or NoObserver()
         self._prefix = ""
         self._count = 0
-        self._waiting: dict[str, asyncio.Future[Msg | None]] = {}
+        self._waiting: dict[str, Told] = {}
 
     async def start(self) -> None:
         """Listen for answers. Call it once, connected."""
         self._prefix = f"{self._client.new_inbox()}."
-        await self._client.subscribe(f"{self._prefix}*", cb=self._answered)
+        await listen(self._client, f"{self._prefix}*", self._answered)
 
     async def ask(
         self,
@@ -69,41 +57,81 @@ class Requests:
         timeout_s: float,
         headers: Headers | None = None,
         kind: RequestKind = RequestKind.STORE,
-    ) -> Msg:
+    ) -> Arrived:
         """Send and return the first answer. Raises BusTimeout, NoResponders, BusUnavailable."""
         with observed(self._observer, kind):
             return await self._ask(subject, data, timeout_s, headers)
 
-    async def _ask(self, subject: str, data: bytes, timeout_s: float, headers: Headers | None) -> Msg:
+    async def _ask(self, subject: str, data: bytes, timeout_s: float, headers: Headers | None) -> Arrived:
         if timeout_s <= 0:
             raise BusTimeout(f"no time was left to ask {subject}")
-        if not self._client.is_connected:
-            raise BusUnavailable(f"{subject} was not asked: there is no connection to the server", maybe_done=False)
+        loop = asyncio.get_running_loop()
+        if not has_room(self._client):
+            ends = loop.time() + timeout_s
+            await self._wait_room(subject, timeout_s)
+            timeout_s = ends - loop.time()
+        future: asyncio.Future[Answer] = loop.create_future()
+
+        def told(answer: Answer) -> None:
+            if not future.done():
+                future.set_result(answer)
+
+        inbox = self.post(subject, data, told, headers=headers)
+        timer = loop.call_later(timeout_s, told, Fate.OVERDUE)
+        try:
+            answer = await future
+        finally:
+            timer.cancel()
+            self.forget(inbox)
+        if answer is Fate.OVERDUE:
+            raise BusTimeout.of_request(subject, timeout_s)
+        return answered(subject, answer)
+
+    def post(self, subject: str, data: bytes, told: Told, *, headers: Headers | None = None) -> str:
+        """Send at once, and let `told` hear the answer, or that the connection is lost; return what `forget` wants to know.
+
+        Raises BusUnavailable (not done): then `told` hears nothing.
+        """
         self._count += 1
         inbox = f"{self._prefix}{self._count}"
-        future: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
-        self._waiting[inbox] = future
-        try:
-            async with asyncio.timeout(timeout_s):
-                await send(self._client, subject, data, reply=inbox, headers=headers)
-                answer = await future
-        except TimeoutError:
-            raise BusTimeout.of_request(subject, timeout_s) from None
-        finally:
-            del self._waiting[inbox]
-        if answer is None:
-            raise BusUnavailable(f"the connection broke while {subject} was asked", maybe_done=True)
-        if not answer.data and answer.headers and answer.headers.get(STATUS_HEADER) == _NO_RESPONDERS:
-            raise NoResponders(f"nobody answers on {subject}")
-        return answer
+        write(self._client, subject, data, reply=inbox, headers=headers)
+        self._waiting[inbox] = told
+        return inbox
+
+    def forget(self, inbox: str) -> None:
+        """Want no answer any more. Twice is fine."""
+        self._waiting.pop(inbox, None)
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether there is a connection, and so little unsent that `post` may be called."""
+        return bool(self._client.is_connected) and has_room(self._client)
 
     def fail_all(self) -> None:
         """Fail what is in flight: its answers are lost with the connection."""
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_result(None)
+        waiting, self._waiting = self._waiting, {}
+        for told in waiting.values():
+            told(Fate.LOST)
 
-    async def _answered(self, message: Msg) -> None:
-        future = self._waiting.get(message.subject)
-        if future is not None and not future.done():
-            future.set_result(message)
+    def _answered(self, message: Arrived) -> None:
+        told = self._waiting.pop(message.subject, None)
+        if told is not None:
+            told(message)
+
+    async def _wait_room(self, subject: str, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await wait_room(self._client, subject)
+        except TimeoutError:
+            raise BusTimeout(f"{subject} was not asked in time: the server takes nothing") from None
+
+
+def answered(subject: str, answer: Answer) -> Arrived:
+    """The answer, if it is one. Raises BusTimeout, BusUnavailable when the connection broke, NoResponders when nobody listens."""
+    if isinstance(answer, Fate):
+        if answer is Fate.OVERDUE:
+            raise BusTimeout(f"no answer from {subject} in time")
+        raise BusUnavailable(f"the connection broke while {subject} was asked", maybe_done=True)
+    if answer.status == _NO_RESPONDERS:
+        raise NoResponders(f"nobody answers on {subject}")
+    return answer

@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import msgspec
+
 from common.bus.errors import BusError, BusUnavailable, NoResponders, RevisionConflict, StorageRefused
 from common.bus.nats_requests import Requests
+from common.bus.nats_wire import headers_of
 from common.bus.port import BucketConfig, Headers, Stored, StreamConfig
 from common.bus.rules import REQUEST_FILTERS
 
@@ -25,7 +28,22 @@ _DEFAULT_DUPLICATE_WINDOW_S: Final = 120.0
 _WRONG_LAST_SEQUENCE: Final = (10071, 10164)
 _NAME_IN_USE: Final = 10058
 _NO_STREAM: Final = 10059
+_NOT_FOUND: Final = 404
 _TEMPORARY: Final = frozenset({503})
+
+
+class _ApiError(msgspec.Struct, frozen=True):
+    code: int = 0
+    err_code: int = 0
+    description: str = "refused"
+
+
+class _StoreAnswer(msgspec.Struct, frozen=True):
+    seq: int | None = None
+    error: _ApiError | None = None
+
+
+_stored_answers: Final = msgspec.json.Decoder(_StoreAnswer)
 
 
 class NotStored(BusError):  # noqa: N818 - a state, like its siblings in `errors`
@@ -62,11 +80,7 @@ class JetStream:
             answer = await self._requests.ask(subject, data, timeout_s=API_TIMEOUT_S, headers=headers)
         except NoResponders as error:
             raise BusUnavailable(f"nothing stores {subject} now", maybe_done=False) from error
-        try:
-            return int(_checked(subject, json.loads(answer.data))["seq"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            # Somebody who subscribes to a stream's subject has answered in the place of the stream.
-            raise StorageRefused(f"{subject} was answered by something else than a stream") from error
+        return stored_sequence(subject, answer.data)
 
     async def last_message(self, stream: str, subject: str) -> Stored:
         """Return the last message of one subject, from the stream's leader. Raises NotStored if there is none."""
@@ -75,7 +89,7 @@ class JetStream:
         return Stored(
             subject=message["subject"],
             data=base64.b64decode(message.get("data", "")),
-            headers=_headers_of(base64.b64decode(message.get("hdrs", ""))),
+            headers=headers_of(base64.b64decode(message.get("hdrs", ""))),
             sequence=int(message["seq"]),
             time=datetime.fromisoformat(_six_digits(message["time"])).timestamp(),
         )
@@ -154,28 +168,39 @@ def _stream(name: str, subjects: list[str], age_s: float, window_s: float, repli
     }
 
 
+def stored_sequence(subject: str, answer: bytes) -> int:
+    """The sequence at which a stream has stored what was published on `subject`, from its answer.
+
+    Raises RevisionConflict, StorageRefused, and BusUnavailable for a refusal that passes.
+    """
+    try:
+        stored = _stored_answers.decode(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        stored = _StoreAnswer()
+    if stored.error is not None:
+        raise _refusal(subject, stored.error)
+    if stored.seq is None:
+        # Somebody who subscribes to a stream's subject has answered in the place of the stream.
+        raise StorageRefused(f"{subject} was answered by something else than a stream")
+    return stored.seq
+
+
 def _checked(what: str, answer: dict[str, Any]) -> dict[str, Any]:
     error = answer.get("error")
     if error is None:
         return answer
-    code, detail = int(error.get("code", 0)), int(error.get("err_code", 0))
-    text = f"{what}: {error.get('description', 'refused')} (code {code}, {detail})"
-    if detail in _WRONG_LAST_SEQUENCE:
-        raise RevisionConflict(text)
-    if code == 404:
-        raise NotStored(text, param=str(detail))
-    if code in _TEMPORARY:
-        raise BusUnavailable(text, maybe_done=True)
-    raise StorageRefused(text, param=str(detail))
+    raise _refusal(what, msgspec.convert(error, _ApiError))
 
 
-def _headers_of(block: bytes) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for line in block.decode("utf-8", "replace").split("\r\n")[1:]:
-        name, colon, value = line.partition(":")
-        if colon:
-            headers[name.strip()] = value.strip()
-    return headers
+def _refusal(what: str, error: _ApiError) -> BusError:
+    text = f"{what}: {error.description} (code {error.code}, {error.err_code})"
+    if error.err_code in _WRONG_LAST_SEQUENCE:
+        return RevisionConflict(text)
+    if error.code == _NOT_FOUND:
+        return NotStored(text, param=str(error.err_code))
+    if error.code in _TEMPORARY:
+        return BusUnavailable(text, maybe_done=True)
+    return StorageRefused(text, param=str(error.err_code))
 
 
 def nanoseconds_since_2020(text: str) -> int:

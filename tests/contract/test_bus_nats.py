@@ -13,6 +13,7 @@ from common.bus import nats_reader
 from common.bus.errors import BusTimeout, BusUnavailable, ServerTooOld, StorageRefused
 from common.bus.nats_bucket import NatsBucket
 from common.bus.nats_reader import Read, Reader, ReaderBroken
+from common.bus.nats_wire import Arrived
 from common.bus.port import BucketConfig, Entry, Snapshot, Stored, StreamConfig
 from common.bus.server import NatsServer
 from common.runtime.clock import SystemClock
@@ -215,7 +216,7 @@ async def test_a_frozen_server_is_a_timeout(own_nats_server: NatsServer) -> None
         await soon(bus.flush())
 
 
-def reader_of(*messages: Mock) -> Reader:
+def reader_of(*messages: Arrived) -> Reader:
     """A reader to which these messages have come."""
     reader = Reader(Mock(), Mock(), set(), "S", ">", policy="all")
     for message in messages:
@@ -223,9 +224,9 @@ def reader_of(*messages: Mock) -> Reader:
     return reader
 
 
-def delivery(reply: str, **headers: str) -> Mock:
+def delivery(reply: str) -> Arrived:
     """A message of a consumer."""
-    return Mock(subject="a.b", data=b"" if headers else b"x", reply=reply, headers=headers)
+    return Arrived("a.b", reply, b"x", {})
 
 
 async def test_a_gap_in_the_deliveries_breaks_the_pass() -> None:
@@ -239,13 +240,8 @@ async def test_a_gap_in_the_deliveries_breaks_the_pass() -> None:
 
 async def test_a_heartbeat_that_counts_more_deliveries_breaks_the_pass() -> None:
     """The last delivery was lost, and only the heartbeat tells."""
-    beat = {"Status": "100", "Nats-Last-Consumer": "1"}
-    heartbeat = Mock(subject="", data=b"", reply="", headers=beat)
-    reader = reader_of(
-        delivery("$JS.ACK.S.C.1.7.1.1000000000.0"),
-        heartbeat,
-        Mock(data=b"", reply="", headers={**beat, "Nats-Last-Consumer": "2"}),
-    )
+    beats = [Arrived("", "", b"", {"Status": "100", "Nats-Last-Consumer": last}) for last in ("1", "2")]
+    reader = reader_of(delivery("$JS.ACK.S.C.1.7.1.1000000000.0"), *beats)
     await reader.next()
     with pytest.raises(ReaderBroken, match="2 were delivered, 1 arrived"):
         await reader.next()
