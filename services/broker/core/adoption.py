@@ -51,10 +51,9 @@ def adopted(event: Adopted, policy: Policy) -> Turn:
             else:
                 turn.effects.append(AskPlan(route=record.route))
         case HandoffState.COMMITTED if record.verify:
-            turn.set(commit_asked=True, digests_awaited=True, may_be_over=True)
+            turn.set(commit_asked=True, digests_awaited=True)
             turn.ask_parts(WorkerRole.PREFILL)
         case HandoffState.COMMITTED:
-            turn.set(may_be_over=True)
             turn.ask_commit()
         case _:
             turn.set(run_accepted=True, commit_asked=True, commit_accepted=True, taken_over=True)
