@@ -63,7 +63,9 @@ class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
     """A worker's key in `PD_WORKERS`, put every 2 s; the bucket's time to live removes a dead worker's.
 
     It has `dp` replicas of `tp` ranks each. `num_blocks`, `num_slots` and `load` are sums over the replicas;
-    `max_sequence_tokens` is what one replica can hold, because a sequence lives in one.
+    `max_sequence_tokens` is what one replica can hold, because a sequence lives in one. Each `dcp` ranks share the blocks of a
+    sequence, so that a block id stands for `dcp` blocks of `block_size` tokens. `max_prompt_tokens` is the longest prompt that a
+    worker computes which takes none in pieces.
     """
 
     worker_id: Token
@@ -79,7 +81,14 @@ class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
     num_blocks: Whole
     num_slots: Whole
     max_sequence_tokens: Whole
+    max_prompt_tokens: Whole | None = None
     load: WorkerLoad
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that it can compute, or hold."""
+        held = self.max_sequence_tokens
+        return held if self.max_prompt_tokens is None else min(held, self.max_prompt_tokens)
 
 
 class DescribeWorker(Versioned, frozen=True, kw_only=True, tag="describe_worker"):

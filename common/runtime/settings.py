@@ -13,7 +13,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -39,6 +39,16 @@ class SettingsProblem(msgspec.Struct, frozen=True, kw_only=True):
     """As it was spelled: `tp`, `--set router.port`, `PD_PORT`."""
     value: str
     rule: str
+    name: str = ""
+    """Of the rule, where it has one."""
+    remedy: str = ""
+    """What to change, where there is more to say than the rule does."""
+
+    @property
+    def text(self) -> str:
+        """All of it, in one or two lines."""
+        first = f"{self.key} = {self.value}: {self.rule}"
+        return f"{first}\n    {self.name}: {self.remedy}" if self.name else first
 
 
 class SettingsError(PdmeshError):
@@ -47,7 +57,7 @@ class SettingsError(PdmeshError):
     code = ErrorCode.INVALID_REQUEST
 
     def __init__(self, problems: Sequence[SettingsProblem]) -> None:
-        lines = [f"  {problem.key} = {problem.value}: {problem.rule}" for problem in problems]
+        lines = [f"  {problem.text}" for problem in problems]
         super().__init__("\n".join(["settings are not valid:", *lines]))
         self.problems = tuple(problems)
 
@@ -103,14 +113,15 @@ def load(
     environ: Mapping[str, str] | None = None,
     also_known: Collection[str] = (),
     origins: Mapping[str, str] | None = None,
+    rules: Callable[[T], Sequence[SettingsProblem]] | None = None,
 ) -> Loaded[T]:
     """Read the settings of one service.
 
     `overrides` are the texts of `--set`; `origins` names another source for those among them that came from elsewhere
     (`{"router.port=80": "--port"}`). `environ` is the process's own environment unless given. Keys in `also_known`
     belong to other services and are passed over where they are addressed to all; keys addressed to another role always
-    are. Raises SettingsError that lists every problem; rules over several settings are checked where each of these could be
-    read and no required setting is missing.
+    are. Raises SettingsError that lists every problem; rules over several settings, the struct's own and then those of `rules`,
+    are checked where each of these could be read and no required setting is missing.
     """
     environ = environment() if environ is None else environ
     reader = _Reader(struct, role, also_known)
@@ -118,7 +129,7 @@ def load(
     reader.read_environment(environ)
     reader.read_overrides(overrides, origins or {})
     reader.read_spec(spec)
-    return reader.finish()
+    return reader.finish(rules)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,12 +146,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=None, metavar="FILE", help="settings as JSON")
 
 
-def load_from_arguments(struct: type[T], *, role: str, argv: Sequence[str]) -> Loaded[T]:
+def load_from_arguments(
+    struct: type[T], *, role: str, argv: Sequence[str], rules: Callable[[T], Sequence[SettingsProblem]] | None = None
+) -> Loaded[T]:
     """Read the settings of one service from its command line and its environment. Raises SettingsError."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", allow_abbrev=False)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
-    return load(struct, role=role, spec=arguments.spec, overrides=arguments.overrides, config_file=arguments.config)
+    return load(
+        struct,
+        role=role,
+        spec=arguments.spec,
+        overrides=arguments.overrides,
+        config_file=arguments.config,
+        rules=rules,
+    )
 
 
 def split_overrides(overrides: Iterable[str], keys: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
@@ -247,22 +267,25 @@ class _Reader:
         for key, value in values.items():
             self._take(key, value, source="SPEC", label=key, text=True, shared=False)
 
-    def finish(self) -> Loaded[Any]:
+    def finish(self, rules: Callable[[Any], Sequence[SettingsProblem]] | None) -> Loaded[Any]:
         missing = {name for name, field in self._fields.items() if field.required and name not in self._values}
         for name in sorted(missing - self._broken, key=list(self._fields).index):
             self._problem(name, "(not given)", "a value is required")
-        value = None if missing else self._build()
+        value = None if missing else self._build(rules)
         if value is None or self._problems:
             raise SettingsError(self._problems)
         return Loaded(value=value, sources=self._sources)
 
-    def _build(self) -> Any:
+    def _build(self, rules: Callable[[Any], Sequence[SettingsProblem]] | None) -> Any:
         """The struct, or None with what its own rules say of the values that could be read.
 
         A value that could not be read stands at a lower place's or its default, so a rule that names it proves nothing.
         """
         try:
-            return self._struct(**self._values)
+            value = self._struct(**self._values)
+            broken = list(rules(value)) if rules is not None else []
+            if not broken:
+                return value
         except SettingsError as error:
             broken = list(error.problems)
         except InvalidValueError as error:

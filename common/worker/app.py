@@ -17,8 +17,10 @@ from common.runtime.host_memory import available_memory
 from common.runtime.lifecycle import EXIT_SETTINGS, Lifecycle, Log, run_service
 from common.runtime.logging import configure_logging
 from common.runtime.metrics import Metrics
-from common.runtime.settings import SettingsError, load_from_arguments
+from common.runtime.settings import SettingsError
 from common.worker.cache_need import check_cache_fits
+from common.worker.configuration import judge_worker, load_worker_settings
+from common.worker.core.compatibility import Verdict
 from common.worker.engines import make_engines, start_engines
 from common.worker.host import WorkerHost
 from common.worker.service import WorkerParts, WorkerService
@@ -29,7 +31,7 @@ from contracts import ids
 def run_worker(kind: type[WorkerService], argv: list[str]) -> int:
     """Run a worker of one role to its end; returns the process's exit status."""
     try:
-        settings = load_from_arguments(WorkerSettings, role=kind.role, argv=argv).value
+        settings = load_worker_settings(kind.role, argv).value
         rows = settings.staging_rows_of(kind.role)
         check_cache_fits(settings, available_memory(), num_staging_rows=rows)
     except SettingsError as error:
@@ -38,6 +40,7 @@ def run_worker(kind: type[WorkerService], argv: list[str]) -> int:
     incarnation = ids.incarnation(secrets.token_bytes(ids.ENTROPY_BYTES))
     log = configure_logging(kind.role, level=settings.log_level, worker_id=settings.worker_id, incarnation=incarnation)
     warn_of_failpoints(settings, log)
+    tell(judge_worker(settings, kind.role), log)
 
     async def main(lifecycle: Lifecycle) -> None:
         await _start(kind, settings, incarnation, lifecycle, log)
@@ -49,6 +52,14 @@ def warn_of_failpoints(settings: WorkerSettings, log: structlog.typing.Filtering
     """Say which faults this worker plants, if any: whatever goes wrong from here on may be of our own making."""
     if settings.failpoints.strip():
         log.warning("failpoints_planted", failpoints=settings.failpoints)
+
+
+def tell(verdict: Verdict, log: structlog.typing.FilteringBoundLogger) -> None:
+    """Say, once for a start, what an operator should know of the settings, and which of them come to something else."""
+    for caution in verdict.cautions:
+        log.warning(caution.name, reason=caution.text, remedy=caution.remedy)
+    for each in verdict.resolved:
+        log.info("setting_resolved", key=each.key, value=each.value, effective=each.effective, reason=each.reason)
 
 
 async def _start(

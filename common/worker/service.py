@@ -23,6 +23,7 @@ from common.runtime.tasks import BoundedTasks
 from common.runtime.trace import current_trace, within
 from common.worker.broker_client import BrokerClient, Report
 from common.worker.core.admission import Command, NewWork, Room, refuse_command, refuse_new
+from common.worker.core.effective import effective_of
 from common.worker.core.growth import Growth
 from common.worker.core.prompts import PromptBuffer
 from common.worker.core.scheduler import StepLimits
@@ -88,10 +89,12 @@ class WorkerService(ABC):
         self.bus = parts.bus
         self.clock = parts.clock
         self.log = parts.log
+        self.effective = effective_of(settings, self.role)
         limits = StepLimits(
             max_step_tokens=settings.max_step_tokens,
             prefill_chunk_tokens=settings.prefill_chunk_tokens,
-            mix_batch=settings.mix_batch,
+            mix_batch=self.effective.mix_batch,
+            chunked=self.effective.chunked_prefill,
         )
         growth = Growth(reserve_output_tokens=settings.reserve_output_tokens)
         self.replicas = ReplicaSet(
@@ -161,6 +164,7 @@ class WorkerService(ABC):
             num_blocks=self.replicas.num_blocks,
             num_slots=self.replicas.num_slots,
             max_sequence_tokens=self.max_sequence_tokens,
+            max_prompt_tokens=self.effective.max_prompt_tokens,
             load=self.replicas.load,
         )
 
@@ -226,6 +230,7 @@ class WorkerService(ABC):
             worker_id=self.settings.worker_id,
             draining=self.draining,
             max_sequence_tokens=self.max_sequence_tokens,
+            max_prompt_tokens=self.effective.max_prompt_tokens,
             num_waiting=self.replicas.load.num_waiting,
             max_waiting=self.settings.max_waiting,
         )

@@ -44,7 +44,10 @@ class PulledRoles(StrEnum):
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a prefill, decode or mixed worker: of one replica, but for `dp`, which says how many there are."""
+    """Settings of a prefill, decode or mixed worker: of one replica, but for `dp`, which says how many there are.
+
+    What may be combined with what, in which role, says `common.worker.core.compatibility`.
+    """
 
     worker_id: str
     """Its name in records, subjects and logs; no two workers of a mesh have the same."""
@@ -134,21 +137,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Their port; 0: a free one, named in the log."""
 
     def __post_init__(self) -> None:
-        problems = []
         try:
             check_token("worker_id", self.worker_id)
         except InvalidValueError as error:
-            problems.append(SettingsProblem(key="worker_id", value=self.worker_id, rule=error.rule_text))
-        if self.max_step_tokens < self.num_slots:
-            rule = f"at least num_slots = {self.num_slots}: every decoding sequence has a token in every step"
-            problems.append(SettingsProblem(key="max_step_tokens", value=str(self.max_step_tokens), rule=rule))
-        if self.transport is Transport.TCP:
-            problems += _tcp_problems(self.transport_host, self.transport_advertise_host)
-        else:
-            problems += _unused_addresses(self)
-        problems += _pull_problems(self)
-        if problems:
-            raise SettingsError(problems)
+            problem = SettingsProblem(key="worker_id", value=self.worker_id, rule=error.rule_text)
+            raise SettingsError([problem]) from error
 
     @property
     def model_name(self) -> str:
@@ -164,42 +157,3 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Staging rows of each rank of a worker of this role."""
         pulls = role is WorkerRole.DECODE and self.transfer is Transfer.PULL
         return (self.num_staging_rows or self.num_slots) if pulls else 0
-
-
-def _pull_problems(settings: WorkerSettings) -> list[SettingsProblem]:
-    """What only a worker that pulls uses: whoever set it believes that this one does."""
-    problems = []
-    if settings.transfer is not Transfer.PULL:
-        rule = f"only with transfer={Transfer.PULL}; this worker has transfer={settings.transfer}"
-        given = {"pull": settings.pull is not PulledRoles.STATES, "num_staging_rows": settings.num_staging_rows != 0}
-        for key, is_given in given.items():
-            if is_given:
-                problems.append(SettingsProblem(key=key, value=str(getattr(settings, key)), rule=rule))
-    elif settings.num_staging_rows > settings.num_slots:
-        rule = f"at most num_slots = {settings.num_slots}: a request that is pulled has a slot"
-        value = str(settings.num_staging_rows)
-        problems.append(SettingsProblem(key="num_staging_rows", value=value, rule=rule))
-    return problems
-
-
-def _unused_addresses(settings: WorkerSettings) -> list[SettingsProblem]:
-    """Addresses for TCP on a worker that does not use it: whoever set them expects peers to come there."""
-    given = {
-        "transport_host": settings.transport_host != DEFAULT_TRANSPORT_HOST,
-        "transport_advertise_host": settings.transport_advertise_host != "",
-    }
-    rule = f"only with transport=tcp; this worker has transport={settings.transport}"
-    return [
-        SettingsProblem(key=key, value=getattr(settings, key), rule=rule) for key, is_given in given.items() if is_given
-    ]
-
-
-def _tcp_problems(host: str, advertised: str) -> list[SettingsProblem]:
-    """An empty address, or one that is only good for listening."""
-    if not host:
-        rule = "a name or an address of this host; 0.0.0.0 for all of them"
-        return [SettingsProblem(key="transport_host", value=host, rule=rule)]
-    if (advertised or host) in {"0.0.0.0", "::"}:
-        rule = f"what peers can reach, when transport_host is {host}"
-        return [SettingsProblem(key="transport_advertise_host", value=advertised, rule=rule)]
-    return []

@@ -19,10 +19,11 @@ from services.launcher.console import Console
 from services.launcher.demo import Demo
 from services.launcher.live_setting import change_setting
 from services.launcher.mesh import Body, MeshRun
-from services.launcher.plan import MeshPlan, make_plan
+from services.launcher.plan import MeshPlan, check_mesh, make_plan
 from services.launcher.ports import free_ports
 from services.launcher.settings import settings_structs
 from services.launcher.show import follow_events, show_links, show_settings, show_timeline
+from services.launcher.show_check import render_check
 from services.launcher.show_estimate import EstimateRequest, show_estimate
 from services.launcher.show_handoff import show_handoff
 from services.launcher.up import Up
@@ -44,6 +45,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         match arguments.command:
             case "up":
                 return _up(arguments, console)
+            case "check-config":
+                return _check(arguments, console)
             case "demo":
                 return _demo(arguments, console)
             case "plan":
@@ -73,6 +76,15 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     return status
 
 
+def _check(arguments: argparse.Namespace, console: Console) -> int:
+    check = check_mesh(mesh_request(arguments), settings_structs(), environment())
+    if arguments.dump and check.plan is not None:
+        console.show(check.plan.dump())
+    else:
+        console.show(render_check(check))
+    return EXIT_SETTINGS if check.plan is None else EXIT_CLEAN
+
+
 def _demo(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.port is None:
         (arguments.port,) = free_ports(1)
@@ -98,7 +110,7 @@ def _plan(arguments: argparse.Namespace) -> MeshPlan:
 
 def _live(plan: MeshPlan, body: Body, console: Console) -> tuple[int, bool]:
     """Live one mesh; return the exit status and whether it was interrupted."""
-    for line in planted_faults(plan):
+    for line in (*planted_faults(plan), *cautions(plan)):
         console.say(line)
     mesh = MeshRun(plan, body, clock=SystemClock(), console=console, environ=environment())
     return asyncio.run(mesh.run()), mesh.interrupted
@@ -110,6 +122,13 @@ def planted_faults(plan: MeshPlan) -> Iterator[str]:
         failpoints = worker.settings.value.failpoints
         if failpoints.strip():
             yield f"{worker.name} plants faults on purpose (failpoints): {failpoints}"
+
+
+def cautions(plan: MeshPlan) -> Iterator[str]:
+    """A line for each thing that an operator should know of a worker's settings."""
+    for worker in plan.workers:
+        for caution in () if worker.verdict is None else worker.verdict.cautions:
+            yield f"{worker.name}: {caution.text}; {caution.remedy} ({caution.name})"
 
 
 async def _inspect(arguments: argparse.Namespace, console: Console) -> int:

@@ -42,11 +42,12 @@ def parser() -> argparse.ArgumentParser:
     root = _Parser(prog="pdmesh", description="Prefill and decode on separate workers.")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up = commands.add_parser("up", help="start a mesh on this machine and serve until Ctrl-C")
-    _add_mesh(up)
-    up.add_argument(
-        "--no-restart", action="store_true", help="end the mesh when a service dies, instead of starting it again"
+    _add_up(up)
+    _add_up(
+        commands.add_parser(
+            "check-config", help="say what up would refuse or warn of, and what to change; start nothing"
+        )
     )
-    up.add_argument("--dump", action="store_true", help="print the effective settings as JSON and start nothing")
     demo = commands.add_parser(
         "demo", help="start a small mesh, ask it two things, show how its handoffs went, stop it"
     )
@@ -90,7 +91,7 @@ def mesh_request(arguments: argparse.Namespace) -> MeshRequest:
         overrides=tuple(arguments.overrides),
         config_file=arguments.config,
         # A demo that goes on after a death would hide what it is to show.
-        restart=arguments.command == "up" and not arguments.no_restart,
+        restart=arguments.command != "demo" and not arguments.no_restart,
     )
 
 
@@ -116,6 +117,14 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="a setting of both workers"
     )
+
+
+def _add_up(command: argparse.ArgumentParser) -> None:
+    _add_mesh(command)
+    command.add_argument(
+        "--no-restart", action="store_true", help="end the mesh when a service dies, instead of starting it again"
+    )
+    command.add_argument("--dump", action="store_true", help="print the effective settings as JSON and start nothing")
 
 
 def _add_mesh(command: argparse.ArgumentParser) -> None:

@@ -12,11 +12,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from common.bus.nats_url import servers_of
-from common.engine.config import ModelConfig, load_config
 from common.runtime.settings import Loaded, SettingsError, SettingsProblem, load, parse_spec, split_overrides
-from common.worker.settings import EngineKind, WorkerSettings
+from common.worker.configuration import judge_worker, problems_of
+from common.worker.core.compatibility import Verdict
+from common.worker.settings import WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
+from contracts.workers import WorkerRole
 from services.launcher.settings import LauncherSettings, SettingsStructs
 
 T = TypeVar("T")
@@ -43,11 +45,22 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One service to start. `name` is a worker's id, else the role; a broker that stands by has a number after it."""
+    """One service to start. `name` is a worker's id, else the role; a broker that stands by has a number after it.
+
+    `verdict` is what is said of a worker's settings beside that they are legal.
+    """
 
     name: str
     role: str
     settings: Loaded[Any]
+    verdict: Verdict | None = None
+
+    def dump(self) -> dict[str, dict[str, Any]]:
+        """Every setting with its value and its source, and beside them its effect where that is another one."""
+        shown = self.settings.dump()
+        for each in () if self.verdict is None else self.verdict.resolved:
+            shown[each.key] |= {"effective": each.effective, "reason": each.reason}
+        return shown
 
 
 class MeshPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +90,7 @@ class MeshPlan(msgspec.Struct, frozen=True, kw_only=True):
         settings = {"launcher": own}
         later = {"value": _LATER, "source": _OURS}
         for service in self.services:
-            shown = service.settings.dump()
+            shown = service.dump()
             shown["nats_url"] = own["nats_url"] if self.launcher.nats_url else later
             if makes_transport_dir(service):
                 shown["transport_dir"] = later
@@ -85,9 +98,33 @@ class MeshPlan(msgspec.Struct, frozen=True, kw_only=True):
         return json.dumps(settings, indent=2, default=_plain)
 
 
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is wrong with what was asked for. `service` is whose setting it is; empty: it concerns the whole mesh."""
+
+    service: str
+    problem: SettingsProblem
+
+
+class MeshCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to say of a request. Without findings there is a `plan`. `verdicts` are of workers whose settings could be read."""
+
+    findings: tuple[Finding, ...]
+    workers: tuple[str, ...]
+    verdicts: Mapping[str, Verdict]
+    plan: MeshPlan | None
+
+
+def check_mesh(request: MeshRequest, structs: SettingsStructs, environ: Mapping[str, str]) -> MeshCheck:
+    """Check the whole request, and say all that there is to say."""
+    return _Planner(request, structs, environ).check()
+
+
 def make_plan(request: MeshRequest, structs: SettingsStructs, environ: Mapping[str, str]) -> MeshPlan:
     """Check the whole request. Raises SettingsError that lists everything that is wrong with it."""
-    return _Planner(request, structs, environ).plan()
+    check = check_mesh(request, structs, environ)
+    if check.plan is None:
+        raise SettingsError([_named(finding) for finding in check.findings])
+    return check.plan
 
 
 def makes_transport_dir(service: ServicePlan) -> bool:
@@ -106,7 +143,8 @@ class _Planner:
         self._structs = structs.by_role
         self._known = structs.all_keys
         self._environ = environ
-        self._problems: list[SettingsProblem] = []
+        self._findings: list[Finding] = []
+        self._verdicts: dict[str, Verdict] = {}
         self._overrides = list(request.overrides)
         self._origins: dict[str, str] = {}
         self._numbered: set[str] = set()
@@ -117,7 +155,7 @@ class _Planner:
         if not request.restart:
             self._add("launcher.restarts_per_minute=0", "--no-restart")
 
-    def plan(self) -> MeshPlan:
+    def check(self) -> MeshCheck:
         self._collect(
             lambda: split_overrides(self._overrides, {r: s.__struct_fields__ for r, s in self._structs.items()})
         )
@@ -133,17 +171,17 @@ class _Planner:
         workers = [self._load(role, name, spec) for name, role, spec in specs]
         known = [worker for worker in workers if worker is not None]
         self._check_models([router, *workers])
-        self._check_cuts(known)
         self._check_pairs(known)
         self._check_replicas(launcher, [service for service in (*brokers, router, *known) if service is not None])
         self._check_ports([service for service in (*brokers, router, *known) if service is not None])
-        if self._problems or launcher is None or router is None:
-            raise SettingsError(self._distinct_problems())
-        return MeshPlan(
-            own=launcher.settings,
-            brokers=tuple(brokers),
-            router=router,
-            workers=tuple(known),
+        plan = None
+        if not self._findings and launcher is not None and router is not None:
+            plan = MeshPlan(own=launcher.settings, brokers=tuple(brokers), router=router, workers=tuple(known))
+        return MeshCheck(
+            findings=self._distinct_findings(),
+            workers=tuple(name for name, _, _ in specs),
+            verdicts=self._verdicts,
+            plan=plan,
         )
 
     def _add(self, override: str, origin: str) -> None:
@@ -200,6 +238,7 @@ class _Planner:
                 environ=self._environ,
                 also_known=self._known,
                 origins=self._origins,
+                rules=partial(self._judge, name, WorkerRole(role)) if role in WORKER_ROLES else None,
             ),
             place=name,
         )
@@ -207,7 +246,11 @@ class _Planner:
             return None
         if name in self._numbered:
             loaded = msgspec.structs.replace(loaded, sources=loaded.sources | {"worker_id": _OURS})
-        return ServicePlan(name=name, role=role, settings=loaded)
+        return ServicePlan(name=name, role=role, settings=loaded, verdict=self._verdicts.get(name))
+
+    def _judge(self, name: str, role: WorkerRole, settings: WorkerSettings) -> list[SettingsProblem]:
+        verdict = self._verdicts[name] = judge_worker(settings, role)
+        return problems_of(verdict)
 
     def _check_models(self, services: list[ServicePlan | None]) -> None:
         models = {str(service.settings.value.model) for service in services if service is not None}
@@ -215,17 +258,6 @@ class _Planner:
         for model in sorted(models):
             if not (Path(model) / "config.json").is_file():
                 self._problem("--model", model, "a directory with a checkpoint: config.json is not there")
-
-    def _check_cuts(self, workers: list[ServicePlan]) -> None:
-        """Refuse what ranks would refuse: a model that cannot be cut into so many. Fake engines cut nothing."""
-        for worker in workers:
-            settings: WorkerSettings = worker.settings.value
-            config = _readable_config(settings.model) if settings.engine is EngineKind.RANKS else None
-            try:
-                if config is not None:
-                    config.check_tensor_parallel(settings.tp)
-            except InvalidValueError as error:
-                self._problem(f"{worker.name}: {error.field}", str(error.value), error.rule_text)
 
     def _check_replicas(self, launcher: ServicePlan | None, services: list[ServicePlan]) -> None:
         """A server of the launcher's own is alone, and what is kept is kept alike for all."""
@@ -267,24 +299,22 @@ class _Planner:
         except SettingsError as error:
             for problem in error.problems:
                 everybodys = not place or problem.key.startswith((*_SHARED_PLACES, str(self._request.config_file)))
-                key = problem.key if everybodys else f"{place}: {problem.key}"
-                self._problem(key, problem.value, problem.rule)
+                self._findings.append(Finding(service="" if everybodys else place, problem=problem))
             return None
 
     def _problem(self, key: str, value: str, rule: str) -> None:
-        self._problems.append(SettingsProblem(key=key, value=value, rule=rule))
+        self._findings.append(Finding(service="", problem=SettingsProblem(key=key, value=value, rule=rule)))
 
-    def _distinct_problems(self) -> list[SettingsProblem]:
+    def _distinct_findings(self) -> tuple[Finding, ...]:
         """What is set for everybody is refused by everybody, in slightly different words: say it once."""
-        return list({(problem.key, problem.value): problem for problem in reversed(self._problems)}.values())[::-1]
+        found = {(each.service, each.problem.key, each.problem.value): each for each in reversed(self._findings)}
+        return tuple(found.values())[::-1]
 
 
-def _readable_config(model: Path) -> ModelConfig | None:
-    """None for a checkpoint that cannot be read: that is left to the workers, which check more of it."""
-    try:
-        return load_config(model)
-    except InvalidValueError:
-        return None
+def _named(finding: Finding) -> SettingsProblem:
+    """The problem with its service's name before the key."""
+    problem = finding.problem
+    return msgspec.structs.replace(problem, key=f"{finding.service}: {problem.key}") if finding.service else problem
 
 
 def _meets(host: str, others: list[tuple[str, str]]) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from common.runtime.settings import SettingsError, load
+from common.runtime.settings import load
+from common.worker.core.compatibility import judge
 from common.worker.settings import PulledRoles, WorkerSettings
 from contracts.manifest import Role
 from contracts.pull import Transfer
@@ -51,11 +52,9 @@ def test_what_is_pulled_and_the_rows_for_it(changes: dict[str, Any], roles: tupl
 )
 def test_what_has_no_effect_is_refused(changes: dict[str, Any], key: str, rule: str) -> None:
     """Whoever sets it believes that this worker uses it."""
-    with pytest.raises(SettingsError) as caught:
-        settings(**changes)
-    (problem,) = caught.value.problems
-    assert problem.key == key
-    assert problem.rule.startswith(rule)
+    (refusal,) = judge(settings(**changes), WorkerRole.DECODE, None).refusals
+    assert refusal.key == key
+    assert refusal.text.startswith(rule)
 
 
 def test_the_environment_and_a_spec_say_how_to_pull() -> None:

@@ -11,11 +11,12 @@ from common.dataplane.shm import ShmDataPlane
 from common.dataplane.tcp import TcpDataPlane
 from common.engine.transports import open_data_plane
 from common.runtime.clock import SystemClock
-from common.runtime.settings import SettingsError
+from common.worker.core.compatibility import Rule, judge
 from common.worker.settings import WorkerSettings
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.rank import StartRank
+from contracts.workers import WorkerRole
 
 
 def settings(**values: Any) -> WorkerSettings:
@@ -42,26 +43,28 @@ def start(directory: Path, **values: Any) -> StartRank:
 )
 def test_an_address_that_peers_cannot_come_to_is_refused(values: dict[str, Any], text: str) -> None:
     """With tcp an empty or a catch-all address is an error by name."""
-    with pytest.raises(SettingsError, match=text):
-        settings(transport=Transport.TCP, **values)
+    (refusal,) = judge(settings(transport=Transport.TCP, **values), WorkerRole.PREFILL, None).refusals
+    assert refusal.key == text
+    assert refusal.rule is Rule.TCP_ADDRESS
 
 
 def test_an_address_that_nobody_would_look_at_is_refused() -> None:
     """Shared memory has no addresses: one that is given is an error by name, and says what it needs."""
-    with pytest.raises(SettingsError) as caught:
-        settings(transport_host="0.0.0.0", transport_advertise_host="node-1")
+    made = settings(transport_host="0.0.0.0", transport_advertise_host="node-1")
     rule = "only with transport=tcp; this worker has transport=shm"
-    assert [(problem.key, problem.value, problem.rule) for problem in caught.value.problems] == [
+    refusals = judge(made, WorkerRole.PREFILL, None).refusals
+    assert [(refusal.key, refusal.value, refusal.text) for refusal in refusals] == [
         ("transport_host", "0.0.0.0", rule),
         ("transport_advertise_host", "node-1", rule),
     ]
-    assert settings(transport_host="127.0.0.1", transport_advertise_host="").transport is Transport.SHM
+    as_by_default = settings(transport_host="127.0.0.1", transport_advertise_host="")
+    assert judge(as_by_default, WorkerRole.PREFILL, None).refusals == ()
 
 
 def test_every_address_may_be_listened_at_when_peers_are_told_one() -> None:
     """Listening everywhere is fine with a name for peers."""
     made = settings(transport=Transport.TCP, transport_host="0.0.0.0", transport_advertise_host="node-1")
-    assert (made.transport_host, made.transport_advertise_host) == ("0.0.0.0", "node-1")
+    assert judge(made, WorkerRole.DECODE, None).refusals == ()
 
 
 def test_a_rank_opens_the_transport_that_it_is_told(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ Command: TypeAlias = NewWork | PullHandoff | CommitHandoff
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker can take now, and at all."""
+    """What a worker can take now, and at all. `max_prompt_tokens` is the longest prompt that it computes, if any length is too long."""
 
     worker_id: str
     draining: bool
     max_sequence_tokens: int
+    max_prompt_tokens: int | None = None
     num_waiting: int
     max_waiting: int
 
@@ -53,6 +54,13 @@ def refuse_new(command: NewWork, num_tokens: int, room: Room) -> ErrorInfo | Non
             code=ErrorCode.PROMPT_TOO_LONG,
             message=f"num_prompt_tokens + max_tokens: {num_tokens} is not allowed; "
             f"the rule is: at most {room.max_sequence_tokens} on {room.worker_id}",
+        )
+    if room.max_prompt_tokens is not None and command.num_prompt_tokens > room.max_prompt_tokens:
+        return ErrorInfo(
+            code=ErrorCode.PROMPT_TOO_LONG,
+            message=f"num_prompt_tokens: {command.num_prompt_tokens} is not allowed; the rule is: at most "
+            f"{room.max_prompt_tokens} (max_step_tokens) on {room.worker_id}, which computes a prompt in one step: "
+            "chunked_prefill is off there",
         )
     if room.num_waiting >= room.max_waiting:
         return ErrorInfo(code=ErrorCode.OVERLOADED, message=f"{room.num_waiting} sequences wait for memory")

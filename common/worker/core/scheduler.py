@@ -20,11 +20,15 @@ from contracts.rank import Extension, SampledToken, StepItem, StepPlan
 
 
 class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one step: tokens in all, tokens of one prompt, and whether prompts and decoding share a step."""
+    """Bounds of one step: tokens in all, tokens of one prompt, and whether prompts and decoding share a step.
+
+    Without `chunked` a prompt is computed whole: in one step, of which only `max_step_tokens` bounds it.
+    """
 
     max_step_tokens: int
     prefill_chunk_tokens: int
     mix_batch: bool = True
+    chunked: bool = True
 
 
 class Produced(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +42,8 @@ class Scheduler:
     """The sequences that wait for memory, and those that take part in steps.
 
     Sequences get memory in the order of arrival. A step holds one token of every decoding sequence, then as much of the
-    running prompts, oldest first, as the budget leaves. Without `mix_batch` prompts and decoding take turns.
+    running prompts, oldest first, as the budget leaves. Without `mix_batch` prompts and decoding take turns, and so they do while
+    a prompt that must be whole does not fit beside them.
     """
 
     def __init__(self, pool: BlockPool, limits: StepLimits, growth: Growth | None = None) -> None:
@@ -169,13 +174,13 @@ class Scheduler:
             (sequence for sequence in self._running.values() if sequence.num_prompt_left > 0),
             key=lambda sequence: sequence.seq,
         )
-        if not self._limits.mix_batch and decoding and prompts:
+        if decoding and prompts and not self._may_share(decoding, prompts[0]):
             decoding, prompts = (decoding, []) if self._decode_turn else ([], prompts)
             self._decode_turn = not self._decode_turn
         items = [_decode_item(sequence) for sequence in decoding[: self._limits.max_step_tokens]]
         budget = self._limits.max_step_tokens - len(items)
         for sequence in prompts:
-            size = min(sequence.num_prompt_left, self._limits.prefill_chunk_tokens, budget)
+            size = self._size_of(sequence, budget)
             if size < 1:
                 break
             items.append(_prefill_item(sequence, size))
@@ -213,6 +218,18 @@ class Scheduler:
                 sequence.output_ids.append(token)
                 produced.append(Produced(seq=item.seq, token_id=token))
         return tuple(produced)
+
+    def _may_share(self, decoding: list[Sequence], prompt: Sequence) -> bool:
+        """Whether a step of those that decode goes on with this prompt, the oldest."""
+        budget = self._limits.max_step_tokens - len(decoding)
+        return self._limits.mix_batch and (self._limits.chunked or self._size_of(prompt, budget) > 0)
+
+    def _size_of(self, prompt: Sequence, budget: int) -> int:
+        """How many tokens of a prompt a step computes that has room for `budget`; 0 for one that has to wait."""
+        left = prompt.num_prompt_left
+        if self._limits.chunked:
+            return min(left, self._limits.prefill_chunk_tokens, budget)
+        return left if left <= budget else 0
 
     def _is_short(self, sequence: Sequence) -> bool:
         """Whether there is no room for the token that a decoding sequence computes next."""

@@ -31,8 +31,8 @@ class Candidate:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt that every worker on it can hold."""
-        return min(worker.max_sequence_tokens for worker in self.workers)
+        """The longest prompt that every worker on it can hold, and compute where it does that."""
+        return min(worker.longest_prompt for worker in self.workers)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -138,10 +138,19 @@ def _nowhere(ways: Sequence[Candidate], placing: Placing) -> PdmeshError:
     prompt_fits = any(way.fits(placing.num_prompt_tokens, 1) for way in ways)
     return PdmeshError(
         f"prompt: {placing.num_prompt_tokens} tokens and {placing.max_tokens} to generate fit on no worker; "
-        f"the largest holds {most}, and prompts of {longest}",
+        f"the largest holds {most}, and prompts of {longest}{_whole_prompts_alone(ways, placing.num_prompt_tokens)}",
         code=ErrorCode.CONTEXT_LENGTH if prompt_fits else ErrorCode.PROMPT_TOO_LONG,
         param="max_tokens" if prompt_fits else "prompt",
     )
+
+
+def _whole_prompts_alone(ways: Sequence[Candidate], num_prompt_tokens: int) -> str:
+    """Say which workers could hold the prompt, but compute none of that length."""
+    workers = {worker.worker_id: worker for way in ways for worker in way.workers}
+    names = [
+        key for key, each in workers.items() if each.longest_prompt < num_prompt_tokens <= each.max_sequence_tokens
+    ]
+    return f"; computed in one step, because chunked_prefill is off: {', '.join(sorted(names))}" if names else ""
 
 
 def why_no_way(view: MeshView, model: str) -> str:

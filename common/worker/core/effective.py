@@ -1,0 +1,79 @@
+"""What settings come to in a worker of one role, where that is not what they say. Pure.
+
+The settings stay as they were given: whoever acts on one of these switches asks here, and whoever shows one shows both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from common.worker.settings import WorkerSettings
+from contracts.workers import WorkerRole
+
+
+class EffectiveSwitches(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker goes by.
+
+    `chunked_prefill`: prompts may be computed in pieces. `max_prompt_tokens`: the longest prompt that is computed at all; None
+    where only memory bounds it. `mix_batch`: prompts and decoding share steps. `num_staging_rows`: of each rank.
+    `dcp_interleave`: tokens in succession on one rank of a group.
+    """
+
+    chunked_prefill: bool
+    mix_batch: bool
+    max_prompt_tokens: int | None
+    num_staging_rows: int
+    dcp_interleave: int
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting whose effect is not its value, and why."""
+
+    key: str
+    value: object
+    effective: object
+    reason: str
+
+
+def is_prefill_chunked(settings: WorkerSettings, role: WorkerRole) -> bool:
+    """Whether a worker of this role computes prompts in pieces. The only place that decides it, whatever may imply it one day."""
+    return computes_prompts(role) and settings.chunked_prefill
+
+
+def computes_prompts(role: WorkerRole) -> bool:
+    """Whether a worker of this role computes prompts at all."""
+    return role is not WorkerRole.DECODE
+
+
+def effective_of(settings: WorkerSettings, role: WorkerRole) -> EffectiveSwitches:
+    """What `settings` come to in a worker of `role`."""
+    chunked = is_prefill_chunked(settings, role)
+    return EffectiveSwitches(
+        chunked_prefill=chunked,
+        mix_batch=settings.mix_batch and settings.dcp == 1,
+        max_prompt_tokens=settings.max_step_tokens if computes_prompts(role) and not chunked else None,
+        num_staging_rows=settings.staging_rows_of(role),
+        dcp_interleave=settings.dcp_interleave or settings.block_size,
+    )
+
+
+def resolved_of(settings: WorkerSettings, role: WorkerRole) -> tuple[Resolved, ...]:
+    """Every switch that comes to something else than was set, in the order of the settings."""
+    effective = effective_of(settings, role)
+    return tuple(
+        Resolved(key=key, value=getattr(settings, key), effective=getattr(effective, key), reason=reason)
+        for key, reason in _reasons(settings, role)
+        if getattr(settings, key) != getattr(effective, key)
+    )
+
+
+def _reasons(settings: WorkerSettings, role: WorkerRole) -> Iterator[tuple[str, str]]:
+    """Why a switch may come to something else."""
+    if settings.dcp > 1:
+        yield "dcp_interleave", "0 means block_size"
+    yield "chunked_prefill", "a decode worker computes no prompts"
+    yield "mix_batch", f"with dcp={settings.dcp} prompts and decoding do not share steps"
+    pulls = role is WorkerRole.DECODE
+    yield "num_staging_rows", "0 means num_slots" if pulls else f"a {role} worker pulls nothing"
