@@ -33,7 +33,8 @@ Each line is a kind, not a case: where one thing can go wrong, its siblings are 
 | all tokens of a prompt are said to have been cached | none of a cold prompt are | test_the_first_request_of_a_fresh_mesh_is_served, test_128_requests_at_once_are_served |
 | a very long prompt looks like a timeout | it is served, or refused at once as too long | test_a_prompt_of_300000_tokens_that_fits_nowhere_is_refused_at_once, test_a_prompt_of_300000_tokens_that_fits_is_served, test_prompts_that_fit_nowhere_are_refused_for_good |
 | counts of load drift with failures, until one worker gets everything | even again after failures, departures and restarts | test_load_is_even_after_failures_departures_and_a_restart, test_a_count_that_is_never_given_back_is_seen, test_loads_return_to_zero |
-| partial attention is merged with a logarithm of another base, or with nothing in it | the base counts; nothing merges to nothing | test_the_base_of_the_logarithm_matters, test_partials_of_any_cut_merge_to_the_whole, test_all_parts_empty_give_zero_and_minus_infinity |
+| partial attention is merged with a logarithm of another base, or with nothing in it | the base counts; nothing merges to nothing | test_a_logarithm_of_another_base_is_seen, test_the_merge_of_any_partition_is_the_whole, test_ranks_that_share_blocks_attend_like_one_that_has_them_all, test_nobody_has_a_key |
+| partial attention is right eagerly and wrong in a batch: rows that see nothing, or memory of somebody else, are not cleared | neither shows, in any row | test_rows_that_are_not_cleared_are_seen, test_foreign_memory_that_is_not_cleared_is_seen, test_keys_that_a_rank_does_not_see_change_the_tokens |
 | the check of accuracy cannot fail | a planted wrong byte turns every check red | test_a_planted_fault_must_show, test_a_planted_fault_shows_in_the_tokens, test_one_wrong_byte_on_one_rank_is_named, test_the_mistake_is_found |
 | rows of memory in between are numbered within a batch, so that two requests share one | each request owns its rows, from its first chunk to its takeover | test_one_staging_row_for_two_requests_is_seen, test_two_prompts_of_one_batch_are_pulled_each_with_its_own_bytes, test_who_finds_no_staging_row_waits_in_line |
 | a second request's bytes arrive before the first has been taken over, in its place | the first is still whole | test_a_takeover_that_is_late_finds_its_bytes_although_others_have_been_pushed, test_a_second_request_in_the_first_ones_slot_is_seen |
@@ -46,7 +47,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_FAULTS = 36
+NUM_FAULTS = 37
 MIN_TESTS = 2
 
 
