@@ -33,24 +33,25 @@ def on_all(size: int, run: Callable[[ThreadCollectives], Any]) -> list[Any]:
     return answers
 
 
-def test_queries_are_gathered_from_neighbours_in_rank_order() -> None:
-    """Of four ranks with groups of two, ranks 0 and 1 get each other's heads, and so do 2 and 3."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_are_gathered_from_neighbours_in_rank_order(dtype: torch.dtype) -> None:
+    """Of four ranks with groups of two, ranks 0 and 1 get each other's heads, and so do 2 and 3, in the model's own dtype."""
 
     def gather(collectives: ThreadCollectives) -> torch.Tensor:
         context = split_context(collectives, 2)
         assert context is not None
         rows = torch.arange(ROWS * HEADS * DIM, dtype=torch.float32).view(HEADS, ROWS, DIM).transpose(0, 1)
-        return context.gather_queries(rows + 100 * collectives.rank)
+        return context.gather_queries((rows + 50 * collectives.rank).to(dtype))
 
     answers = on_all(4, gather)
     for rank, answer in enumerate(answers):
-        assert answer.shape == (ROWS, 2 * HEADS, DIM)
+        assert (answer.shape, answer.dtype) == ((ROWS, 2 * HEADS, DIM), dtype)
         first = rank - rank % 2
         for head in range(2 * HEADS):
             owner, local = first + head // HEADS, head % HEADS
             for row in range(ROWS):
                 assert answer[row, head].tolist() == [
-                    100 * owner + local * ROWS * DIM + row * DIM + i for i in range(DIM)
+                    50 * owner + local * ROWS * DIM + row * DIM + i for i in range(DIM)
                 ]
 
 
