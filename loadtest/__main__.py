@@ -15,6 +15,7 @@ from contracts.errors import InvalidValueError, PdmeshError
 from loadtest.arguments import parser
 from loadtest.control import run_control
 from loadtest.dataplane import run_dataplane
+from loadtest.dcp import run_dcp
 from loadtest.handoff import Say, run_contract, run_handoff
 from loadtest.memory import run_memory
 from loadtest.overlap import run_overlap
@@ -23,6 +24,7 @@ from loadtest.report import EXIT_FAILED, Machine, Report
 from loadtest.settings import (
     ControlSettings,
     DataPlaneSettings,
+    DcpSettings,
     LoadSettings,
     MemorySettings,
     MeshSettings,
@@ -46,6 +48,7 @@ _SETTINGS: Final[dict[str, Callable[..., Settings]]] = {
     "memory": MemorySettings,
     "control": ControlSettings,
     "shard-pull": ShardPullSettings,
+    "dcp": DcpSettings,
 }
 
 
@@ -99,6 +102,8 @@ async def _run(settings: MeshSettings, report: Report, command: str, say: Say) -
                     await run_control(settings, report, clock, say)
                 case ShardPullSettings():
                     await run_shard_pull(settings, report, clock, say)
+                case DcpSettings():
+                    await run_dcp(settings, report, clock, say)
                 case LoadSettings() if command == "contract":
                     await run_contract(settings, report, clock, say)
                 case LoadSettings():

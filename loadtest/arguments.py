@@ -48,6 +48,10 @@ def parser() -> argparse.ArgumentParser:
         "shard-pull", help="serial pull, parallel pull and push of a request's cache, without latency and with it"
     )
     _add_shard_pull(shard_pull)
+    dcp = commands.add_parser(
+        "dcp", help="decode steps behind long contexts, memory and handoffs, with a KV head's blocks shared by ranks"
+    )
+    _add_dcp(dcp)
     return root
 
 
@@ -202,6 +206,48 @@ def _add_shard_pull(command: argparse.ArgumentParser) -> None:
     _integer(command, "--requests", "num_requests", 20, "requests a round, mode and latency")
     _integer(command, "--rounds", "num_rounds", 3, "rounds; the modes take turns in each")
     _integer(command, "--warm-ups", "num_warm_ups", 5, "requests of each mode before the rounds, not measured")
+    _integer(command, "--seed", "seed", 1, "of the prompts")
+    _seconds(command, "--request-timeout", "request_timeout_s", 120.0)
+    _seconds(command, "--time-limit", "time_limit_s", 1800.0)
+
+
+def _add_dcp(command: argparse.ArgumentParser) -> None:
+    _add_json(command)
+    command.add_argument(
+        "--contexts",
+        type=_lengths,
+        default=(1024, 4096, 16384, 65536),
+        metavar="N,N",
+        help="tokens before the step (default: 1024,4096,16384,65536; shorter runs: leave out the last)",
+    )
+    command.add_argument(
+        "--ranks",
+        type=_lengths,
+        default=(2, 4),
+        metavar="N,N",
+        help="ranks with the same KV head; where cores lack, one works and the others are simulated (default: 2,4)",
+    )
+    _integer(command, "--steps", "num_steps", 10, "steps in each round, context and size of groups")
+    _integer(command, "--rounds", "num_rounds", 5, "rounds; the sizes of groups take turns in each")
+    command.add_argument("--model", metavar="DIR", type=Path, default=_SHIPPED_MODEL, help="the meshes' checkpoint")
+    command.add_argument("--prefill", metavar="SPEC", default="tp=2", help="the prefill worker (default: tp=2)")
+    command.add_argument(
+        "--decode",
+        action=_Specs,
+        default=("tp=8", "tp=8,dcp=2", "tp=8,dcp=4"),
+        metavar="SPEC",
+        help="a decode worker; may be repeated (default: tp=8 with dcp 1, 2 and 4)",
+    )
+    _integer(command, "--blocks", "num_blocks", 20, "blocks of each decode rank")
+    _integer(command, "--requests", "num_requests", 3, "requests of each length to each mesh; 0: no meshes")
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="[ROLE.]KEY=VALUE",
+        help="a setting of all meshes",
+    )
     _integer(command, "--seed", "seed", 1, "of the prompts")
     _seconds(command, "--request-timeout", "request_timeout_s", 120.0)
     _seconds(command, "--time-limit", "time_limit_s", 1800.0)

@@ -9,9 +9,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from common.engine.config import ModelConfig, load_config
-from common.runtime.setting_types import Count
+from common.engine.config import load_config
 from common.runtime.settings import SettingsError, SettingsProblem, load
+from common.worker.configuration import rules_of
 from common.worker.settings import WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.manifest import Dtype
@@ -27,12 +27,6 @@ T = TypeVar("T")
 
 EXIT_SHOWN: Final = 0
 _USUAL_TOKENS: Final = 32768
-
-
-class _PlannedWorker(WorkerSettings, frozen=True, kw_only=True):
-    """The settings of a worker, and how many of its ranks share the blocks of a sequence."""
-
-    dcp: Count = 1
 
 
 class EstimateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,9 +58,6 @@ def estimate_of(request: EstimateRequest, environ: Mapping[str, str]) -> Estimat
     memory_bytes = None if memory is None else _collect(problems, "", lambda: read_size("--memory", memory))
     prefill = _collect(problems, "--prefill", lambda: _size(WorkerRole.PREFILL, request.prefill, request, environ))
     decode = _collect(problems, "--decode", lambda: _size(WorkerRole.DECODE, request.decode, request, environ))
-    for size in (prefill, decode):
-        if config is not None and size is not None:
-            _collect(problems, f"--{size.role}", partial(_check_cut, config, size))
     if prefill is not None and decode is not None:
         problems += _differences(prefill, decode)
     if problems or config is None or prefill is None or decode is None:
@@ -82,14 +73,15 @@ def estimate_of(request: EstimateRequest, environ: Mapping[str, str]) -> Estimat
 
 
 def _size(role: WorkerRole, spec: str, request: EstimateRequest, environ: Mapping[str, str]) -> WorkerSize:
-    """The size that SPEC, `--set` and variables ask for. Raises SettingsError."""
+    """The size that SPEC, `--set` and variables ask for. Raises SettingsError for what such a worker would not start with."""
     settings = load(
-        _PlannedWorker,
+        WorkerSettings,
         role=role,
         spec=spec,
         overrides=(f"worker_id={role}-0", f"model={request.model}", *request.overrides),
         environ=environ,
         also_known=settings_structs().all_keys,
+        rules=rules_of(role),
     ).value
     return WorkerSize(
         role=role,
@@ -100,14 +92,6 @@ def _size(role: WorkerRole, spec: str, request: EstimateRequest, environ: Mappin
         block_size=settings.block_size,
         num_staging_rows=(settings.num_staging_rows or None) if settings.staging_rows_of(role) else 0,
     )
-
-
-def _check_cut(config: ModelConfig, size: WorkerSize) -> None:
-    if size.role == WorkerRole.PREFILL and size.dcp > 1:
-        rule = "1 on a prefill worker: its ranks keep whole KV heads; decode and mixed workers take more"
-        raise InvalidValueError(field="dcp", value=size.dcp, rule=rule)
-    config.check_tensor_parallel(size.tp)
-    config.check_context_parallel(size.tp, size.dcp)
 
 
 def _differences(prefill: WorkerSize, decode: WorkerSize) -> Iterator[SettingsProblem]:

@@ -264,7 +264,7 @@ def large(tmp_path: Path) -> str:
     ("changes", "lines"),
     [
         ({"prefill": "tp=3"}, ["--prefill tp = 3: divides linear_num_key_heads (16)"]),
-        ({"prefill": "tp=8,dcp=2"}, ["--prefill dcp = 2: 1 on a prefill worker: its ranks keep whole KV heads"]),
+        ({"prefill": "tp=8,dcp=2"}, ["--prefill dcp = 2: must be 1 on a prefill worker"]),
         ({"decode": "tp=8,dcp=4"}, ["--decode dcp = 4: divides the 2 ranks that hold one KV head at tp 8"]),
         ({"decode": "tp=2,colour=red"}, ["--decode colour = red: no such setting"]),
         ({"decode": "dcp=0"}, ["--decode dcp = 0: "]),
