@@ -157,3 +157,19 @@ def test_blocks_of_a_destination_among_several_are_owed_within_the_prompt() -> N
     part = PlannedPart(namespace=Namespace.TARGET, role=Role.KEY, layer=0, src_rank=0, dst_rank=0, modulus=3, residue=1)
     assert ledger(part, cached=20, prompt=75).owed(part) == ((20, 32), (64, 75))
     assert ledger(part, cached=32, prompt=64).owed(part) == ()
+
+
+def test_a_part_that_is_listed_twice_counts_with_all_of_its_ranges() -> None:
+    """A report may tell of the pieces of a part one by one."""
+    whole = ledger(KEY).take(report((KEY, ((16, 24),)), (KEY, ((24, 40),))))
+    assert whole.closed
+
+
+def test_a_pulled_role_of_another_layer_is_no_planned_part() -> None:
+    """It moves the right way, but nobody planned it."""
+    other = PlannedPart(namespace=Namespace.TARGET, role=Role.SSM, layer=9, src_rank=2, dst_rank=1)
+    with pytest.raises(LedgerError) as caught:
+        ledger(KEY, STATE, pulled=(Role.SSM,)).take(report((other, ((0, 1),)), rank=2, transfer=Transfer.PULL))
+    assert caught.value.message == (
+        "target ssm of layer 9 for destination rank 1 is no planned part of source rank 2, pulled by decode"
+    )
