@@ -28,6 +28,7 @@ from common.worker.core.growth import Growth
 from common.worker.core.prompts import PromptBuffer
 from common.worker.core.scheduler import StepLimits
 from common.worker.core.sequence import Sequence
+from common.worker.core.step_mode import modes_of
 from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import StepOutcome
 from common.worker.inspection import Inspection
@@ -121,6 +122,7 @@ class WorkerService(ABC):
             self.replicas,
             self.prompts,
             limits=settings,
+            modes=modes_of(self.effective, self.role),
             num_reports=lambda: self.reports.running,
         )
         self._inspection = Inspection(

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from common.dataplane.failpoints import parse_failpoints
 from common.runtime.setting_types import Count, LogLevel, NatsReplicas, Port, Seconds
 from common.runtime.settings import SettingsError, SettingsProblem
 from contracts.dataplane import Transport
@@ -137,11 +138,17 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Their port; 0: a free one, named in the log."""
 
     def __post_init__(self) -> None:
+        problems = []
         try:
             check_token("worker_id", self.worker_id)
         except InvalidValueError as error:
-            problem = SettingsProblem(key="worker_id", value=self.worker_id, rule=error.rule_text)
-            raise SettingsError([problem]) from error
+            problems.append(SettingsProblem(key="worker_id", value=self.worker_id, rule=error.rule_text))
+        try:
+            parse_failpoints(self.failpoints)
+        except InvalidValueError as error:
+            problems.append(SettingsProblem(key="failpoints", value=str(error.value), rule=error.rule_text))
+        if problems:
+            raise SettingsError(problems)
 
     @property
     def model_name(self) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from common.runtime.metrics import PHASE_BUCKETS, TOKEN_BUCKETS, Metrics
 from common.worker.core.prompts import PromptBuffer
 from common.worker.core.sequence import Sequence
+from common.worker.core.step_mode import StepMode, mode_of
 from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import StepOutcome
 from common.worker.replica import Replica
@@ -28,6 +29,7 @@ class WorkMetrics:
         prompts: PromptBuffer,
         *,
         limits: WorkerSettings,
+        modes: Iterable[StepMode],
         num_reports: Callable[[], int],
     ) -> None:
         self._table = table
@@ -47,6 +49,14 @@ class WorkMetrics:
         self._step_sequences = metrics.histogram(
             "worker_step_sequences", "Sequences that took part in one step.", buckets=TOKEN_BUCKETS
         )
+        self._steps = metrics.counter(
+            "worker_steps_total",
+            "Steps by what they held: whole prompts, prompts in pieces (chunk), decoding, or prompts beside decoding (mixed). "
+            "A mode that the settings rule out is not listed.",
+            ("mode",),
+        )
+        for mode in modes:
+            self._steps.labels(mode)
         self._queue_seconds = metrics.histogram(
             "worker_queue_seconds", "From the order to compute a prompt until it had memory.", buckets=PHASE_BUCKETS
         )
@@ -93,15 +103,17 @@ class WorkMetrics:
 
     def count(self, outcome: StepOutcome) -> None:
         """Add a step of one replica."""
-        num_prefilled = 0
+        prompts = []
         for item in outcome.plan.items:
             sequence = self._table.by_seq(item.seq)
             if sequence is not None and item.start < sequence.num_prompt_tokens + sequence.num_recomputed_tokens:
-                num_prefilled += item.num_tokens
+                prompts.append(item)
+        num_prefilled = sum(item.num_tokens for item in prompts)
         num_tokens = sum(item.num_tokens for item in outcome.plan.items)
         self.num_prefilled_tokens += num_prefilled
         self._prefilled.inc(num_prefilled)
         self._decoded.inc(num_tokens - num_prefilled)
+        self._steps.labels(mode_of(prompts, num_items=len(outcome.plan.items))).inc()
         self._step_tokens.observe(num_tokens)
         self._step_sequences.observe(len(outcome.plan.items))
         self._step_seconds.observe((outcome.result.ended_ns - outcome.result.started_ns) / 1e9)

@@ -40,6 +40,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_slots: int
     block_size: int
+    dcp: int = 1
     reserve_output_tokens: int
     deferred_release: int
     requests: tuple[tuple[int, int, int], ...]
@@ -140,7 +141,7 @@ class CheckedEngine:
         tokens = []
         for item in plan.items:
             end = item.start + item.num_tokens
-            assert end <= len(self._bound[item.seq]) * self._case.block_size
+            assert end <= len(self._bound[item.seq]) * self._case.block_size * self._case.dcp
             if item.sample:
                 token = fake_token(self._seeds[item.seq], end)
                 tokens.append(SampledToken(seq=item.seq, position=end, token_id=token))
@@ -172,7 +173,9 @@ class SmallPool:
         self.case = case
         self.num_preemptions = 0
         self._growth = growth(reserve_output_tokens=case.reserve_output_tokens, step_blocks=1)
-        self._pool = BlockPool(num_blocks=case.num_blocks, num_slots=case.num_slots, block_size=case.block_size)
+        self._pool = BlockPool(
+            num_blocks=case.num_blocks, num_slots=case.num_slots, block_size=case.block_size, dcp=case.dcp
+        )
         limits = StepLimits(max_step_tokens=32, prefill_chunk_tokens=32)
         self._scheduler = scheduler(self._pool, limits, self._growth)
         engine = cast("Engine", CheckedEngine(case))
@@ -290,7 +293,7 @@ class SmallPool:
         assert older or not self._scheduler.running, "the oldest gave way to a younger one"
         asked = self._asked[sequence.seq]
         num_told = len(asked.told) - self._told_before[sequence.seq]
-        enough = self.case.block_size if sequence.num_preemptions > 1 else 1
+        enough = self._pool.block_tokens if sequence.num_preemptions > 1 else 1
         assert num_told >= enough, f"it was let in for {num_told} tokens"
         if not sequence.can_recompute:
             self._leave(sequence)

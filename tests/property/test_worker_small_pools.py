@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from common.worker.core.blocks import MemoryNeed
@@ -92,3 +93,13 @@ def test_a_planted_mistake_is_seen(role: WorkerRole, plant: Callable[[Case], Sma
 
     with pytest.raises(AssertionError, match=problem):
         run_all()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_ranks_that_share_a_sequence_make_a_pool_larger_and_change_nothing_else(role: WorkerRole) -> None:
+    """Blocks of one token on each of two ranks go as far as blocks of two tokens on one: the same course, preemptions included."""
+    for case in tuple(larger_cases(role))[::5]:
+        alone, shared = SmallPool(case), SmallPool(msgspec.structs.replace(case, block_size=1, dcp=2))
+        alone.run()
+        shared.run()
+        assert shared.num_preemptions == alone.num_preemptions

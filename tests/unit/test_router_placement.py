@@ -69,6 +69,34 @@ def pair(prefill: str, decode: str) -> DisaggregatedRoute:
     )
 
 
+def test_a_prompt_that_must_be_whole_goes_where_a_step_holds_it() -> None:
+    """A worker without chunks says how long a prompt may be; nobody else's length is bounded by it, and a refusal says why."""
+    whole = worker("mixed-0", max_prompt_tokens=100)
+    longer = worker("mixed-1", running=3)
+    assert place(mesh(whole, longer), Loads(), placing(num_prompt_tokens=100)) == MixedRoute(mixed=ref_of(whole))
+    assert place(mesh(whole, longer), Loads(), placing(num_prompt_tokens=101)) == MixedRoute(mixed=ref_of(longer))
+    with pytest.raises(PdmeshError) as caught:
+        place(mesh(whole), Loads(), placing(num_prompt_tokens=101))
+    assert caught.value.code is ErrorCode.PROMPT_TOO_LONG
+    assert caught.value.message == (
+        "prompt: 101 tokens and 5 to generate fit on no worker; the largest holds 1000, and prompts of 100; "
+        "computed in one step, because chunked_prefill is off: mixed-0"
+    )
+    pair_of = (worker("prefill-0", max_prompt_tokens=100), worker("decode-0"), link("prefill-0", "decode-0"))
+    with pytest.raises(PdmeshError, match="chunked_prefill is off: prefill-0"):
+        place(mesh(*pair_of), Loads(), placing(num_prompt_tokens=101))
+    assert place(mesh(*pair_of), Loads(), placing(num_prompt_tokens=100)) == pair("prefill-0", "decode-0")
+
+
+def test_memory_counts_for_all_ranks_that_share_a_sequence() -> None:
+    """A free block of a worker with dcp 2 has room for twice the tokens."""
+    load = WorkerLoad(num_free_blocks=1, num_free_slots=1, num_waiting=0, num_running=3)
+    shared, alone = worker("mixed-0", dcp=2, load=load), worker("mixed-1", load=load)
+    for turn in range(2):
+        request = placing(num_prompt_tokens=20, max_tokens=12, turn=turn)
+        assert place(mesh(shared, alone), Loads(), request) == MixedRoute(mixed=ref_of(shared))
+
+
 def test_only_linked_pairs_are_taken() -> None:
     """A link counts for the starts of both workers that it names."""
     workers = (worker("prefill-0"), worker("decode-0"), worker("decode-1"))

@@ -167,3 +167,16 @@ def test_who_is_let_in_leaves_a_block_for_each_that_may_grow() -> None:
     pool.release(second)
     assert (pool.num_free_blocks, pool.num_kept_blocks) == (2, 0)
     assert pool.reserve(all_of(32)) is not None
+
+
+@pytest.mark.parametrize(("num_tokens", "num_ids"), [(1, 1), (32, 1), (33, 2), (64, 2), (65, 3)])
+def test_an_id_holds_a_block_on_each_rank_that_shares_the_sequence(num_tokens: int, num_ids: int) -> None:
+    """With dcp 2 a sequence needs half the ids, and so the pool holds twice the tokens."""
+    pool = BlockPool(num_blocks=3, num_slots=1, block_size=16, dcp=2)
+    assert pool.block_tokens == 32
+    assert pool.num_blocks_for(num_tokens) == num_ids
+    memory = pool.reserve(growing(num_tokens, 96))
+    assert memory is not None
+    assert (len(memory.block_ids), memory.limit_blocks) == (num_ids, 3)
+    with pytest.raises(InvalidValueError, match="dcp"):
+        BlockPool(num_blocks=3, num_slots=1, block_size=16, dcp=0)

@@ -143,6 +143,17 @@ def test_the_fence_of_another_starts_command_is_not_believed() -> None:
             ErrorCode.PROMPT_TOO_LONG,
             "num_prompt_tokens + max_tokens: 49 is not allowed; the rule is: at most 48 on w0",
         ),
+        ({"max_prompt_tokens": 40}, 0, 48, None, ""),
+        (
+            {"max_prompt_tokens": 39},
+            0,
+            48,
+            ErrorCode.PROMPT_TOO_LONG,
+            (
+                "num_prompt_tokens: 40 is not allowed; the rule is: at most 39 (max_step_tokens) on w0, "
+                "which computes a prompt in one step: chunked_prefill is off there"
+            ),
+        ),
         ({"num_waiting": 3}, 0, 48, ErrorCode.OVERLOADED, "3 sequences wait for memory"),
         ({"num_waiting": 4}, 0, 48, ErrorCode.OVERLOADED, "4 sequences wait for memory"),
     ],

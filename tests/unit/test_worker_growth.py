@@ -18,8 +18,8 @@ BLOCK = 4
 class Line:
     """A scheduler over a pool of so many blocks of four tokens, and the token 7 for everybody."""
 
-    def __init__(self, num_blocks: int, *, reserve: int = 1, step_blocks: int = 1) -> None:
-        self.pool = BlockPool(num_blocks=num_blocks, num_slots=4, block_size=BLOCK)
+    def __init__(self, num_blocks: int, *, reserve: int = 1, step_blocks: int = 1, dcp: int = 1) -> None:
+        self.pool = BlockPool(num_blocks=num_blocks, num_slots=4, block_size=BLOCK, dcp=dcp)
         limits = StepLimits(max_step_tokens=64, prefill_chunk_tokens=64)
         growth = Growth(reserve_output_tokens=reserve, step_blocks=step_blocks)
         self.scheduler = Scheduler(self.pool, limits, growth)
@@ -216,3 +216,21 @@ def test_a_failed_growth_stops_its_sequences_and_no_others() -> None:
     extensions = line.scheduler.grow()
     assert line.scheduler.fail(extensions[:1]) == (first,)
     assert line.scheduler.running == (second,)
+
+
+def test_with_dcp_a_sequence_grows_only_once_the_blocks_of_all_ranks_are_full() -> None:
+    """An id is good for a block on each rank: a sequence is short at their sum, and what comes back after a preemption counts so, too."""
+    line = Line(6, dcp=2)
+    sequence = line.add(1, num_prompt=4, max_tokens=40)
+    assert line.admit() == [1]
+    assert sequence.memory is not None
+    assert sequence.memory.block_ids == (0,)
+    while len(sequence.output_ids) < 5:  # the fifth is still to be computed, behind the 8 that there is room for
+        line.step()
+    assert line.step() is None
+    (extension,) = line.scheduler.grow()
+    assert extension.block_ids == (1,)
+    assert line.step() is not None
+    growth = Growth(reserve_output_tokens=1, step_blocks=2)
+    sequence.rewind()
+    assert growth.need(sequence, line.pool.block_tokens) == MemoryNeed(num_tokens=4 + 6 + 2 * 8, limit_tokens=44)
