@@ -59,7 +59,9 @@ def short_folder() -> Iterator[Path]:
 
 def _shared_memory() -> frozenset[str]:
     folder = Path("/dev/shm")  # noqa: S108 - it is looked at only
-    return frozenset(str(path) for path in folder.iterdir()) if folder.is_dir() else frozenset()
+    # A mesh has no semaphores of multiprocessing: those are of other runs on this machine, and may come at any time.
+    found = (path for path in (folder.iterdir() if folder.is_dir() else ()) if not path.name.startswith("sem.mp-"))
+    return frozenset(map(str, found))
 
 
 class Commands:

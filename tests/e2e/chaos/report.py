@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
+from typing import Final
 
 import msgspec
 
 from tests.e2e.chaos.faults import Happened
 from tests.e2e.chaos.streams import Ending, Outcome
+
+
+REFUSED: Final = "ClientConnectorError"
+"""How a stream fails at whose address nobody listens."""
+_NOTICED_S: Final = 10.0
+_STARTED_S: Final = 90.0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,14 +30,17 @@ def judge(outcomes: Sequence[Outcome], faults: Sequence[Happened], *, strict: bo
     """Name every stream that broke a promise.
 
     What comes is the beginning of what must come, and all of it unless there is an error; every stream ends in time; a connection
-    breaks only if something was done to the router. `strict`: a stream that has begun goes on, whatever dies but the router.
+    breaks only if something was done to the router, and is refused only until somebody has had an answer again. `strict`: a stream that has begun goes on, whatever dies but the router.
     """
     found = []
+    routers = [(each, _answers_again(outcomes, each)) for each in faults if each.fault.is_router]
     for outcome in outcomes:
         name = f"{outcome.case.name} ({outcome.ending}, {outcome.code or 'no code'}, {len(outcome.token_ids)} tokens)"
+        refused = outcome.code == REFUSED and not outcome.token_ids
         excused = any(
-            each.fault.is_router and each.began_at <= outcome.ended_at and outcome.started_at <= each.ended_at + 10.0
-            for each in faults
+            each.began_at <= outcome.ended_at
+            and outcome.started_at <= (again_at if refused else each.ended_at + _NOTICED_S)
+            for each, again_at in routers
         )
         if not outcome.is_right:
             found.append(f"{name}: {outcome.token_ids} came, of {list(outcome.case.expected)}")
@@ -43,6 +53,15 @@ def judge(outcomes: Sequence[Outcome], faults: Sequence[Happened], *, strict: bo
         if strict and outcome.ending is Ending.ERROR and outcome.token_ids and not excused:
             found.append(f"{name}: it had begun, and did not go on")
     return found
+
+
+def _answers_again(outcomes: Sequence[Outcome], fault: Happened) -> float:
+    """When the first stream began that had an answer of the router after a fault, at least a moment and at most a while after it."""
+    begun = (
+        o.started_at for o in outcomes if o.ending in {Ending.WHOLE, Ending.ERROR} and o.started_at >= fault.ended_at
+    )
+    latest = fault.ended_at + _STARTED_S
+    return max(fault.ended_at + _NOTICED_S, min(latest, min(begun, default=latest)))
 
 
 def recoveries(outcomes: Sequence[Outcome], faults: Sequence[Happened]) -> dict[str, list[float]]:

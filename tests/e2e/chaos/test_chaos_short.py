@@ -60,6 +60,9 @@ def _outcome(ending: Ending, *token_ids: int, code: str = "worker_lost", at: flo
         (_outcome(Ending.LATE, 1), False, "did not end in time"),
         (_outcome(Ending.CUT, 1), False, "without a word"),
         (_outcome(Ending.CUT, 1, at=100.0), False, ""),
+        (_outcome(Ending.CUT, 1, at=130.0), False, "without a word"),
+        (_outcome(Ending.CUT, code="ClientConnectorError", at=130.0), False, ""),
+        (_outcome(Ending.CUT, code="ClientConnectorError", at=195.0), False, "without a word"),
     ],
 )
 def test_each_broken_promise_is_named(outcome: Outcome, strict: bool, broken: str) -> None:
