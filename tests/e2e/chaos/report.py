@@ -12,7 +12,6 @@ import msgspec
 from tests.e2e.chaos.faults import Happened
 from tests.e2e.chaos.streams import Ending, Outcome
 
-
 REFUSED: Final = "ClientConnectorError"
 """How a stream fails at whose address nobody listens."""
 _NOTICED_S: Final = 10.0
