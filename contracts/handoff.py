@@ -293,7 +293,10 @@ class HandoffState(StrEnum):
     @property
     def terminal(self) -> bool:
         """Whether nothing can follow."""
-        return self in {HandoffState.FINISHED, HandoffState.CANCELLED, HandoffState.FAILED}
+        return self in _TERMINAL
+
+
+_TERMINAL: Final = frozenset({HandoffState.FINISHED, HandoffState.CANCELLED, HandoffState.FAILED})
 
 
 class SourceProgress(msgspec.Struct, frozen=True, kw_only=True):

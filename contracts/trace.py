@@ -16,6 +16,8 @@ TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 SAMPLED: Final = 0x01
 _KNOWN_FLAGS: Final = 0x03  # sampled, and that the trace id is random
+_NO_TRACE: Final = 32 * "0"
+_NO_SPAN: Final = 16 * "0"
 _MAX_TRACESTATE_CHARS: Final = 512
 _MAX_TRACESTATE_MEMBERS: Final = 32
 
@@ -64,15 +66,17 @@ def read_trace(headers: Mapping[str, str]) -> TraceContext | None:
     Flags that version 00 does not know are dropped. A state that cannot be passed on is left out.
     """
     found = _TRACEPARENT.fullmatch(headers.get(TRACEPARENT, ""))
-    if found is None or found["version"] == "ff" or (found["version"] == "00" and found["rest"]):
+    if found is None:
         return None
-    if not found["trace"].strip("0") or not found["span"].strip("0"):
+    version, trace, span, flags, rest = found.groups()
+    if version == "ff" or (version == "00" and rest) or trace == _NO_TRACE or span == _NO_SPAN:
         return None
+    state = headers.get(TRACESTATE)
     return TraceContext(
-        trace_id=found["trace"],
-        span_id=found["span"],
-        flags=int(found["flags"], 16) & _KNOWN_FLAGS,
-        tracestate=_valid_state(headers.get(TRACESTATE, "")),
+        trace_id=trace,
+        span_id=span,
+        flags=int(flags, 16) & _KNOWN_FLAGS,
+        tracestate="" if state is None else _valid_state(state),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 from common.bus.port import Bus
 from common.runtime.clock import Clock
@@ -11,6 +12,9 @@ from common.runtime.trace import current_trace
 from contracts import subjects
 from contracts.codec import encode
 from contracts.events import EventName, HandoffEvent
+
+_NO_TRACE: Final = ("", "", "")
+_MICROSECONDS: Final = 1_000_000
 
 
 class HandoffEvents:
@@ -35,20 +39,35 @@ class HandoffEvents:
         trace = current_trace()
         now_ns = self._clock.monotonic_ns()
         wall = self._clock.wall_time() - (0 if at_ns is None else (now_ns - at_ns) / 1e9)
+        trace_id, span_id, parent_span_id = (
+            _NO_TRACE if trace is None else (trace.trace_id, trace.span_id, trace.parent_span_id)
+        )
         message = HandoffEvent(
             event=event,
             service=self._service,
             instance=self._instance,
             handoff_id=handoff_id,
             request_id=request_id,
-            at=dt.datetime.fromtimestamp(wall, dt.UTC).isoformat(timespec="microseconds"),
+            at=_written(wall),
             at_ns=now_ns if at_ns is None else at_ns,
-            trace_id="" if trace is None else trace.trace_id,
-            span_id="" if trace is None else trace.span_id,
-            parent_span_id="" if trace is None else trace.parent_span_id,
+            trace_id=trace_id,
+            span_id=span_id,
+            parent_span_id=parent_span_id,
             **fields,
         )
         self._count += 1
         subject = subjects.event(self._service, handoff_id, event)
         self._bus.publish_event(subject, encode(message), message_id=f"{self._instance}-{self._start}-{self._count}")
         return message
+
+
+def _written(wall: float) -> str:
+    """A moment in RFC 3339, UTC, to the microsecond."""
+    seconds, microseconds = divmod(round(wall * _MICROSECONDS), _MICROSECONDS)
+    return f"{_second(seconds)}.{microseconds:06d}+00:00"
+
+
+@lru_cache(maxsize=4)
+def _second(seconds: int) -> str:
+    """A whole second; many events fall into the same one."""
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S")

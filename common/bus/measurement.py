@@ -10,7 +10,7 @@ class BusMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._disconnects = metrics.counter("bus_disconnects_total", "Losses of the connection to NATS")
         self._reconnects = metrics.counter("bus_reconnects_total", "Returns of the connection to NATS")
-        self._requests = metrics.histogram(
+        requests = metrics.histogram(
             "bus_request_seconds",
             "Requests by whom they are for and how they ended for the asker",
             ("kind", "outcome"),
@@ -25,9 +25,9 @@ class BusMetrics:
             "bus_events_dropped_total",
             "Events that were not stored: too many waited, refused, or not sent for too long",
         )
-        for kind in RequestKind:
-            for outcome in RequestOutcome:
-                self._requests.labels(kind, outcome)
+        self._series = {
+            (kind, outcome): requests.labels(kind, outcome) for kind in RequestKind for outcome in RequestOutcome
+        }
 
     def disconnected(self) -> None:
         """See `BusObserver.disconnected`."""
@@ -39,7 +39,7 @@ class BusMetrics:
 
     def request_ended(self, kind: RequestKind, outcome: RequestOutcome, seconds: float) -> None:
         """See `BusObserver.request_ended`."""
-        self._requests.labels(kind, outcome).observe(seconds)
+        self._series[kind, outcome].observe(seconds)
 
     def publishes_lost(self, count: int) -> None:
         """See `BusObserver.publishes_lost`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import cache
 from typing import Any, Final
 
 import msgspec
+from prometheus_client import Histogram
 
 from common.bus.errors import BusError
 from common.bus.port import Bus, Message
@@ -44,14 +46,15 @@ class RpcEdge:
     def __init__(self, bus: Bus, group: asyncio.TaskGroup, log: Log, metrics: Metrics | None = None) -> None:
         self._bus = bus
         self._log = log
-        self._seconds = None
+        self._seconds: Callable[[str, str], Histogram] | None = None
         if metrics is not None:
-            self._seconds = metrics.histogram(
+            seconds = metrics.histogram(
                 "rpc_handled_seconds",
                 "Handling a request from the bus; the code is ok, or that of the refusal.",
                 ("verb", "code"),
                 buckets=PHASE_BUCKETS,
             )
+            self._seconds = cache(seconds.labels)  # to look a series up by its labels costs more than to count
         self._tasks = BoundedTasks(group, name="rpc", limit=MAX_HANDLERS, on_error=self._failed)
 
     async def serve(
@@ -83,7 +86,7 @@ class RpcEdge:
         answer = await self._answer(message, handler)
         if self._seconds is not None:
             code = str(answer.error.code) if isinstance(answer, Refused) else _OK
-            self._seconds.labels(subjects.verb_of(message.subject), code).observe(loop.time() - began)
+            self._seconds(subjects.verb_of(message.subject), code).observe(loop.time() - began)
         await self._respond(message, answer)
 
     async def _answer(self, message: Message, handler: Handler) -> msgspec.Struct:

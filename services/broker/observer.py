@@ -47,14 +47,15 @@ class Observer:
         self._events = events
         self._log = log
         self._stories: dict[str, _Story] = {}
-        self._stages = metrics.gauge(
+        stages = metrics.gauge(
             "broker_handoffs_in_flight", "Handoffs that have not ended and been released everywhere.", ["state"]
         )
-        for stage in _STAGES:
-            self._stages.labels(stage).set(0)  # a term of leadership begins with none
+        self._stage_series = {stage: stages.labels(stage) for stage in _STAGES}
+        for series in self._stage_series.values():
+            series.set(0)  # a term of leadership begins with none
         metrics.gauge("broker_handoffs_in_flight_limit", "Handoffs that may be in flight.").set(limit)
         metrics.gauge("broker_effects_running", "Calls, writes and waits under way.").set_function(num_tasks)
-        self._ended = metrics.counter(
+        ended = metrics.counter(
             "broker_handoffs_total",
             "Handoffs that ended, by how; the reason is the finish reason or the code of the error.",
             ["state", "reason"],
@@ -66,16 +67,17 @@ class Observer:
         self._missing = metrics.counter(
             "broker_missing_parts_total", "Parts that had not arrived when a handoff failed."
         )
-        self._phases = metrics.histogram(
+        phases = metrics.histogram(
             "handoff_phase_seconds",
             "How long a phase of a handoff took; of a push, one source rank's.",
             ["phase", "source_rank"],
             buckets=PHASE_BUCKETS,
         )
-        self._series = cache(self._phases.labels)  # to look a series up by its labels costs more than to count
-        self._total = metrics.histogram(
+        total = metrics.histogram(
             "broker_handoff_seconds", "From the submit to the end.", ["state"], buckets=PHASE_BUCKETS
         )
+        # To look a series up by its labels costs more than to count.
+        self._series, self._ended, self._total = cache(phases.labels), cache(ended.labels), cache(total.labels)
 
     def refused(self, code: str) -> None:
         """Count a submit that was not accepted."""
@@ -83,13 +85,15 @@ class Observer:
 
     def moved(self, before: Handoff | None, after: Handoff) -> None:
         """Count a handoff in its new place; None before the first."""
+        if before is not None and before.record.state is after.record.state and before.forgotten is after.forgotten:
+            return
         left, entered = None if before is None else _stage(before), _stage(after)
         if left == entered:
             return
         if left is not None:
-            self._stages.labels(left).dec()
+            self._stage_series[left].dec()
         if entered is not None:
-            self._stages.labels(entered).inc()
+            self._stage_series[entered].inc()
 
     def saw(self, handoff: Handoff, effect: Publish) -> None:
         """Publish and count one event."""
@@ -120,8 +124,8 @@ class Observer:
             story.ended = True
             self._missing.inc(event.num_missing_parts or 0)
             reason = event.finish_reason or ("" if event.error is None else str(event.error.code))
-            self._ended.labels(state, reason).inc()
-            self._total.labels(state).observe((event.total_ms or 0.0) / 1e3)
+            self._ended(state, reason).inc()
+            self._total(state).observe((event.total_ms or 0.0) / 1e3)
 
     def measured(self, handoff: Handoff, effect: Measured) -> None:
         """Count what a mixed worker has measured; it has published it itself."""

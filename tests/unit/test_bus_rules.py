@@ -1,6 +1,8 @@
 """What the bus can carry, and which patterns cover what."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.bus.errors import InvalidSubject, PayloadTooLarge
 from common.bus.rules import check_key, check_message, check_name, check_pattern, check_subject, matches, overlaps
@@ -83,3 +85,38 @@ def test_the_error_names_value_and_rule() -> None:
         check_subject("a.*")
     with pytest.raises(InvalidSubject, match="name: 'a'"):
         check_name("a")
+
+
+@given(st.text(alphabet="ab.*> \t\n\x7f\u00e4\u2003\u200b", max_size=8))
+def test_what_is_fine_at_first_sight_is_fine(subject: str) -> None:
+    """The quick look lets nothing pass that the rule refuses."""
+    if all(token and not set(token) & set("*> \t\n\x7f\u2003") for token in subject.split(".")):
+        check_subject(subject)
+    else:
+        with pytest.raises(InvalidSubject):
+            check_subject(subject)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "good"),
+    [
+        ("traceparent", "00-ab", True),
+        ("pd-type", "", True),
+        ("a", "b c", True),
+        ("a", " b", False),
+        ("a", "b ", False),
+        ("a", "b\r\nc: d", False),
+        ("a", "\x7f", False),
+        ("a", "\u00e4", False),
+        ("a b", "c", False),
+        ("a:", "c", False),
+        ("", "c", False),
+    ],
+)
+def test_a_header_is_a_token_and_printable_ascii(name: str, value: str, good: bool) -> None:
+    """Whatever could end the line that it travels in is refused."""
+    if good:
+        check_message(b"", {name: value})
+    else:
+        with pytest.raises(InvalidSubject, match="printable ASCII"):
+            check_message(b"", {name: value})
