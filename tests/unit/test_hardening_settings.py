@@ -45,6 +45,17 @@ def test_collectives_that_no_process_can_join_are_refused_with_the_settings() ->
         load_from_arguments(WorkerSettings, role="decode", argv=[*WORKER, "--set", "collectives=threads"])
 
 
+def test_failpoints_that_mean_nothing_are_refused_with_the_settings() -> None:
+    """The ranks would only refuse them after their start; all that is wrong is told at once, and the item that is."""
+    good = "link:ms=1"
+    loaded = load_from_arguments(WorkerSettings, role="decode", argv=[*WORKER, "--set", f"failpoints={good}"]).value
+    assert loaded.failpoints == good
+    bad = ["--set", "worker_id=Decode 0", "--set", "model=/nowhere", "--set", f"failpoints={good};explode:layer=1"]
+    with pytest.raises(SettingsError, match=r"failpoints = explode:layer=1: begins with one of zero") as caught:
+        load_from_arguments(WorkerSettings, role="decode", argv=bad)
+    assert {problem.key for problem in caught.value.problems} == {"worker_id", "failpoints"}
+
+
 def test_a_configuration_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
     """The file is named, as for any other text that is no configuration."""
     (tmp_path / "config.json").write_text("[" * 100_000)
