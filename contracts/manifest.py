@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-MANIFEST_VERSION: Final = 1
+MANIFEST_VERSION: Final = 2
 
 
 class Namespace(StrEnum):
@@ -106,12 +106,14 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """What two workers must agree on before they are linked. `topology` may differ: the planner bridges it.
 
     `model` identifies configuration and weights; equal strings mean that a cache of one can be continued by the other.
-    `draft` identifies the draft head whose caches are kept beside the model's; empty without one.
+    `draft` identifies the draft head whose caches are kept beside the model's; empty without one. `interleave` counts the tokens in
+    succession that lie on one rank where several share a sequence.
     """
 
     model: str
     draft: str = ""
     block_size: int
+    interleave: int
     dtypes: CacheDtypes
     num_speculative_tokens: int
     topology: Topology
@@ -171,7 +173,8 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a planner needs to know about one rank.
 
     `num_blocks` and `num_slots` are counts of this rank; `region_bytes` is the size of the region's data, which every span
-    must lie in. A reader refuses a `schema_version` that it does not know.
+    must lie in. Where `dcp_size` ranks share a sequence, runs of `interleave` tokens alternate between them; rank r holds the runs
+    whose number is r modulo `dcp_size`. A reader refuses a `schema_version` that it does not know.
     """
 
     schema_version: int = MANIFEST_VERSION
@@ -181,6 +184,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     draft: str = ""
     block_size: int
+    interleave: int
     dtypes: CacheDtypes
     num_blocks: int
     num_slots: int
@@ -195,6 +199,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
             model=self.model,
             draft=self.draft,
             block_size=self.block_size,
+            interleave=self.interleave,
             dtypes=self.dtypes,
             num_speculative_tokens=self.num_speculative_tokens,
             topology=self.coordinates.topology,

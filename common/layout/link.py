@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from common.layout.refusal import Mismatch, PlanRefusedError, PlanRule, WorkersDifferError
 from contracts.manifest import Fingerprint, PagedPlace, RankManifest, Role, SlotPlace, Span, TensorKey
@@ -19,14 +19,36 @@ def check_link(source: Fingerprint, destination: Fingerprint) -> None:
     found = mismatches(source, destination)
     if found:
         raise WorkersDifferError(found)
-    if source.topology.dcp_size != 1:
-        raise PlanRefusedError(
-            PlanRule.CONTEXT_PARALLEL, where="source", expected="dcp_size 1", actual=source.topology.dcp_size
-        )
 
 
 def mismatches(source: Fingerprint, destination: Fingerprint) -> tuple[Mismatch, ...]:
-    """Every field of two fingerprints that must be equal and is not."""
+    """Every field of two fingerprints that must be equal and is not, and what only a destination may have."""
+    found = list(_differences(source, destination))
+    # With other blocks it is another one as well: the blocks are what to change.
+    if source.block_size == destination.block_size and source.interleave != destination.interleave:
+        found.append(
+            Mismatch(
+                rule=PlanRule.INTERLEAVE,
+                field="interleave",
+                source=source.interleave,
+                destination=destination.interleave,
+                remedy="set dcp_interleave alike, to block_size",
+            )
+        )
+    if source.topology.dcp_size != 1:
+        found.append(
+            Mismatch(
+                rule=PlanRule.CONTEXT_PARALLEL,
+                field="dcp",
+                source=source.topology.dcp_size,
+                destination=destination.topology.dcp_size,
+                remedy="set dcp=1 at the prefill worker, whose ranks keep whole KV heads",
+            )
+        )
+    return tuple(found)
+
+
+def _differences(source: Fingerprint, destination: Fingerprint) -> Iterator[Mismatch]:
     pairs: tuple[tuple[PlanRule, str, object, object, str], ...] = (
         (PlanRule.MODEL, "model", source.model, destination.model, "start both from the same checkpoint"),
         (PlanRule.DRAFT, "draft", source.draft, destination.draft, "start both with the same draft"),
@@ -40,11 +62,9 @@ def mismatches(source: Fingerprint, destination: Fingerprint) -> tuple[Mismatch,
             "set the speculation depth alike",
         ),
     )
-    return tuple(
-        Mismatch(rule=rule, field=field, source=ours, destination=theirs, remedy=remedy)
-        for rule, field, ours, theirs, remedy in pairs
-        if ours != theirs
-    )
+    for rule, field, ours, theirs, remedy in pairs:
+        if ours != theirs:
+            yield Mismatch(rule=rule, field=field, source=ours, destination=theirs, remedy=remedy)
 
 
 def tile(side: str, manifests: Sequence[RankManifest]) -> dict[TensorKey, Tiling]:
@@ -103,7 +123,9 @@ def check_groups(destination: Sequence[RankManifest], wanted: dict[TensorKey, Ti
             expected = [rank for group in sorted(groups) for rank in range(group * dcp_size, (group + 1) * dcp_size)]
             if ranks != expected:
                 where = f"destination, {key.role}/{key.layer} heads {start} to {end}"
-                raise PlanRefusedError(PlanRule.CONTEXT_PARALLEL, where=where, expected=expected, actual=ranks)
+                remedy = f"set dcp of the decode worker, which is {dcp_size}, to a divisor of {len(ranks)}"
+                wanted_ranks = f"ranks {expected} in groups ({remedy})"
+                raise PlanRefusedError(PlanRule.CONTEXT_GROUP, where=where, expected=wanted_ranks, actual=ranks)
 
 
 def _unit(span: Span) -> tuple[str, int, int, int]:

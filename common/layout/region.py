@@ -114,6 +114,7 @@ class RegionMap(msgspec.Struct, frozen=True, kw_only=True):
             coordinates=self.coordinates,
             model=model,
             block_size=shape.block_size,
+            interleave=shape.block_size,
             dtypes=shape.dtypes,
             num_blocks=shape.num_blocks,
             num_slots=shape.num_slots,

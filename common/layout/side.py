@@ -70,7 +70,10 @@ def _check_rank(side: str, manifest: RankManifest) -> None:
     _check_numbers(where, (manifest.num_speculative_tokens,), least=0)
     if at.dcp_size < 1 or at.tp_size % at.dcp_size or at.dcp_rank != dcp_rank(at.tp_rank, at.dcp_size):
         expected = "dcp_size divides tp_size and dcp_rank = tp_rank % dcp_size"
-        raise PlanRefusedError(PlanRule.CONTEXT_PARALLEL, where=where, expected=expected, actual=at)
+        raise PlanRefusedError(PlanRule.CONTEXT_GROUP, where=where, expected=expected, actual=at)
+    if manifest.interleave != manifest.block_size:
+        expected = f"interleave = block_size = {manifest.block_size}"
+        raise PlanRefusedError(PlanRule.INTERLEAVE, where=where, expected=expected, actual=manifest.interleave)
     groups: defaultdict[tuple[Namespace, Role, int], list[Span]] = defaultdict(list)
     for span in manifest.spans:
         _check_span(where, manifest, span)

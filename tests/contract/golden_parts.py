@@ -59,6 +59,7 @@ MANIFEST: Final = RankManifest(
     coordinates=Coordinates(dp_rank=1, dp_size=2, tp_rank=1, tp_size=2),
     model="0123abcd",
     block_size=16,
+    interleave=16,
     dtypes=CacheDtypes(key=Dtype.FLOAT32, value=Dtype.FLOAT32, conv=Dtype.FLOAT32),
     num_blocks=64,
     num_slots=8,

@@ -57,8 +57,18 @@ FIELDS: list[tuple[str, str, Spoil]] = [
     ),
     (
         "schema_version",
-        "schema_version: 1 at the prefill worker, 2 at the decode worker (rule schema_version: run the same release on both)",
-        lambda manifest: replace(manifest, schema_version=2),
+        "schema_version: 2 at the prefill worker, 3 at the decode worker (rule schema_version: run the same release on both)",
+        lambda manifest: replace(manifest, schema_version=3),
+    ),
+    (
+        "interleave_is_one_block",
+        "interleave: 16 at the prefill worker, 8 at the decode worker (rule interleave_is_one_block: set dcp_interleave alike, to block_size)",
+        lambda manifest: replace(manifest, interleave=8),
+    ),
+    (
+        "dcp_ranks_hold_one_kv_head",
+        "cannot plan a transfer: rule dcp_ranks_hold_one_kv_head, destination rank 0: expected dcp_size divides tp_size",
+        lambda manifest: replace(manifest, coordinates=replace(manifest.coordinates, dcp_size=2)),
     ),
     (
         "each_rank_once",

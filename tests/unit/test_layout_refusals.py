@@ -98,7 +98,8 @@ SPOILED_SOURCES: list[tuple[str, PlanRule, Callable[[Manifests], Manifests]]] = 
     ("a negative rank", PlanRule.RANKS, lambda m: [m[0], at(m[1], tp_rank=-1)]),
     ("ranks disagree about a block", PlanRule.FINGERPRINT, lambda m: [m[0], replace(m[1], block_size=16)]),
     ("ranks disagree about capacity", PlanRule.FINGERPRINT, lambda m: [m[0], replace(m[1], num_blocks=5)]),
-    ("a newer schema", PlanRule.SCHEMA_VERSION, lambda m: [m[0], replace(m[1], schema_version=2)]),
+    ("a newer schema", PlanRule.SCHEMA_VERSION, lambda m: [m[0], replace(m[1], schema_version=3)]),
+    ("an interleave of its own", PlanRule.INTERLEAVE, lambda m: on_all(m, interleave=6)),
     ("another model", PlanRule.MODEL, lambda m: on_all(m, model="other")),
     ("another draft", PlanRule.DRAFT, lambda m: on_all(m, draft="other")),
     ("an older schema", PlanRule.SCHEMA_VERSION, lambda m: on_all(m, schema_version=0)),
@@ -108,7 +109,7 @@ SPOILED_SOURCES: list[tuple[str, PlanRule, Callable[[Manifests], Manifests]]] = 
         PlanRule.CONTEXT_PARALLEL,
         lambda m: [at(r, dcp_size=2, dcp_rank=i) for i, r in enumerate(m)],
     ),
-    ("a wrong dcp rank", PlanRule.CONTEXT_PARALLEL, lambda m: [at(r, dcp_size=2, dcp_rank=0) for r in m]),
+    ("a wrong dcp rank", PlanRule.CONTEXT_GROUP, lambda m: [at(r, dcp_size=2, dcp_rank=0) for r in m]),
     ("no spans", PlanRule.TENSORS, lambda m: on_all(m, spans=())),
     (
         "a layer is missing",
@@ -205,8 +206,9 @@ def test_more_context_parallelism_than_replicas_is_refused(num_heads: int, tp: i
         for i, manifest in enumerate(Worker(shape, tp, name="decode-0").manifests())
     ]
     error = refused(Worker(shape, 1).manifests(), grouped)
-    assert (error.rule, error.code) == (PlanRule.CONTEXT_PARALLEL, ErrorCode.INCOMPATIBLE_WORKERS)
+    assert (error.rule, error.code) == (PlanRule.CONTEXT_GROUP, ErrorCode.INCOMPATIBLE_WORKERS)
     assert error.where.startswith("destination")
+    assert f"set dcp of the decode worker, which is {dcp}, to a divisor of {max(1, tp // num_heads)}" in error.message
 
 
 def test_a_role_in_the_wrong_kind_of_place_is_refused() -> None:
