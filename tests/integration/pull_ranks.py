@@ -1,4 +1,4 @@
-"""A prefill worker of two thread ranks and a decode worker of one, real engines behind real services; the test plays the broker."""
+"""A prefill worker of two thread ranks and a decode worker of any cut, real engines behind real services; the test plays the broker."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from common.worker.replica import StartedEngine
 from common.worker.settings import WorkerSettings
 from contracts.dataplane import Transport
 from contracts.handoff import Grant, PartsReport, PrefillFinished, RequestEnded, Reserved, TakenOver
-from contracts.manifest import Role
+from contracts.manifest import PlannedPart, Role
 from contracts.pull import PullEnded, Transfer
 from contracts.requests import Accepted, SamplingParams
 from contracts.workers import WorkerRole
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from tests.integration.engine_world import engine, starts, thread_launcher
+from tests.integration.handoff_pairs import owed_by
 from tests.integration.stored_reference import StoredPrompt, load_reference
 from tests.integration.worker_world import Mesh
 
@@ -41,7 +42,7 @@ class RanksMesh:
     """Both workers, linked both ways where decode pulls."""
 
     mesh: Mesh
-    planned: frozenset[PartName]
+    parts: tuple[PlannedPart, ...]
 
     async def compute(self, handoff: str, prompt: StoredPrompt, **changes: Any) -> tuple[Reserved, PrefillFinished]:
         """Reserve and compute one prompt; `changes` are those of the order to compute it."""
@@ -70,14 +71,17 @@ class RanksMesh:
         return frozenset(name for report in reports for name in _names(report))
 
     async def all_moved(self, handoff: str) -> None:
-        """Wait until each planned part has been told of, by one way or the other."""
-        while self.moved(handoff, Transfer.PUSH) | self.moved(handoff, Transfer.PULL) != self.planned:
+        """Wait until each part that a prompt owes something of has been told of, by one way or the other."""
+        num_tokens = len(self.mesh.prompts[handoff])
+        owed = (part for part in self.parts if owed_by(part, 0, num_tokens).ranges)
+        names = frozenset((part.role, part.layer, part.src_rank, part.dst_rank) for part in owed)
+        while self.moved(handoff, Transfer.PUSH) | self.moved(handoff, Transfer.PULL) != names:
             await self.mesh.clock.sleep(0.01)
 
     async def tokens(self, handoff: str, finished: PrefillFinished) -> list[int]:
         """Commit, and read the answer to its end."""
         assert finished.first_token is not None
-        assert await self.mesh.commit(finished.first_token, handoff) == Accepted(handoff_id=handoff)
+        assert await self.mesh.commit(finished.first_token, handoff, finished.digests) == Accepted(handoff_id=handoff)
         ids, _ = await self.mesh.text()
         assert isinstance(await self.mesh.heard.get(), TakenOver)
         assert isinstance(await self.mesh.heard.get(), RequestEnded)
@@ -95,18 +99,27 @@ def _names(report: PartsReport) -> frozenset[PartName]:
 
 @asynccontextmanager
 async def ranks_mesh(
-    sockets: Path, *, transport: Transport = Transport.SHM, failpoints: str = "", **decode: Any
+    sockets: Path,
+    *,
+    transport: Transport = Transport.SHM,
+    failpoints: str = "",
+    cut: tuple[int, int] = (1, 1),
+    **decode: Any,
 ) -> AsyncIterator[RanksMesh]:
-    """Start both; `decode` are settings of the decode worker, and so are the failpoints. Everything has come back at the end."""
+    """Start both; `decode` are settings of the decode worker, and so are the failpoints and the `cut`, its tp and dcp.
+
+    Everything has come back at the end.
+    """
     async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
         started: dict[WorkerRole, StartedEngine] = {}
         settings: dict[WorkerRole, WorkerSettings] = {}
-        for kind, tp in ((PrefillService, 2), (DecodeService, 1)):
+        for kind, (tp, dcp) in ((PrefillService, (2, 1)), (DecodeService, cut)):
             role = kind.role
             settings[role] = WorkerSettings(
                 worker_id=f"{role}-0",
                 model=SHIPPED,
                 tp=tp,
+                dcp=dcp,
                 num_slots=SLOTS,
                 num_blocks=128,
                 max_step_tokens=256,
@@ -117,6 +130,7 @@ async def ranks_mesh(
                 SHIPPED,
                 sockets,
                 tp,
+                dcp=dcp,
                 worker_id=f"{role}-0",
                 incarnation=f"i-{role}-0",
                 num_slots=SLOTS,
@@ -135,8 +149,7 @@ async def ranks_mesh(
             for kind in (PrefillService, DecodeService):
                 await mesh.host(kind, settings[kind.role], (started[kind.role],))
             await mesh.linked()
-            names = frozenset((part.role, part.layer, part.src_rank, part.dst_rank) for part in planned)
-            yield RanksMesh(mesh=mesh, planned=names)
+            yield RanksMesh(mesh=mesh, parts=planned)
             mesh.assert_empty()
             for host in mesh.hosts:
                 await host.drain()

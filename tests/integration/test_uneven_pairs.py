@@ -58,6 +58,23 @@ def test_the_first_request_of_a_fresh_mesh_is_served(prefill: int, decode: int, 
     run_mesh(scenario, {}, transfer, tp={PrefillService: prefill, DecodeService: decode, MixedService: 1})
 
 
+@pytest.mark.parametrize("transfer", [PUSH, ALL], ids=["push", "pull"])
+@pytest.mark.parametrize("prefill", SIZES)
+def test_ranks_that_share_blocks_are_handed_over_to(prefill: int, transfer: dict[str, object]) -> None:
+    """Each of four ranks is owed every second block of a prompt: the ledger closes, and two requests at once are served."""
+
+    async def scenario(mesh: Mesh) -> None:
+        async with asyncio.TaskGroup() as requests:
+            for number in (1, 2):
+                requests.create_task(mesh.serve(number, mixed=False, cancel_after=None), name=f"serve-{number}")
+        await idle(mesh)
+        for number in (1, 2):
+            ended(mesh, number)
+
+    sizes = {PrefillService: prefill, DecodeService: 4, MixedService: 1}
+    run_mesh(scenario, {}, {**transfer, "dcp": 2}, tp=sizes)
+
+
 @pytest.mark.parametrize(("prefill", "decode", "transfer"), [(4, 1, PUSH), (1, 4, ALL)], ids=["push", "pull"])
 def test_128_requests_at_once_are_served(prefill: int, decode: int, transfer: dict[str, object]) -> None:
     """Eight times what decode has slots for: whoever waits is let in in time, and none is taken for late."""

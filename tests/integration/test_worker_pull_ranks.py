@@ -62,6 +62,22 @@ async def test_what_is_pulled_gives_the_reference_tokens(
     assert {event.shard_state for event in shards} == {"done"}
 
 
+@pytest.mark.parametrize("transfer", [Transfer.PUSH, Transfer.PULL])
+async def test_ranks_that_share_blocks_give_the_reference_tokens(tmp_path: Path, transfer: Transfer) -> None:
+    """P2 to four ranks, two for each KV head: every byte is verified before the first step, though a short prompt leaves ranks without a key."""
+    settings: dict[str, Any] = {"transfer": transfer, "pull": PulledRoles.ALL, "verify_cache": True}
+    async with ranks_mesh(tmp_path, cut=(4, 2), **settings) as world:
+        for number, prompt in enumerate((PROMPTS[0], PROMPTS[2])):
+            handoff = f"r{number}-0"
+            _, finished = await world.compute(handoff, prompt, verify=True)
+            assert finished.digests
+            if transfer is Transfer.PULL:
+                assert (await world.pull(handoff, finished.source)).error is None
+            await world.all_moved(handoff)
+            assert await world.tokens(handoff, finished) == list(prompt.output_ids[:NUM_TOKENS])
+            await world.release(handoff)
+
+
 async def test_a_shard_that_fails_on_real_ranks_gives_everything_back(tmp_path: Path) -> None:
     """The read from source rank 1 fails: an end with the error, no merge, memory of both sides back at the releases."""
     async with ranks_mesh(tmp_path, failpoints="fail:source=1", transfer=Transfer.PULL) as world:

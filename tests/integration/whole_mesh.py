@@ -93,6 +93,10 @@ class Mesh:
         for kind in (PrefillService, DecodeService, MixedService):
             await self._add(kind, self.tp[kind], self.dp.get(kind, 1))
         await self.start_broker()
+        await self.wait_linked()
+
+    async def wait_linked(self) -> None:
+        """Wait until the bus says that the pair is linked."""
         bucket = await self.bus.ensure_bucket(LINKS_CONFIG)
         while True:
             entry = await bucket.get(subjects.link_key("prefill-0", "decode-0"))
@@ -144,6 +148,7 @@ class Mesh:
                 dp_rank=dp_rank,
                 dp=dp,
                 tp=tp,
+                dcp=settings.dcp,
                 num_blocks=settings.num_blocks,
                 num_slots=settings.num_slots,
                 num_staging_rows=settings.staging_rows_of(kind.role),
