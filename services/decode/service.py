@@ -196,7 +196,7 @@ class DecodeService(GeneratingService):
         pools = [replica.pool for replica in self.replicas]
         free = ", ".join(f"{pool.num_free_blocks} and {pool.num_free_slots}" for pool in pools)
         share = " in each replica" if len(pools) > 1 else ""
-        return f"{num_tokens} tokens do not fit now: blocks of {self.info.block_size} and slots free{share}: {free}"
+        return f"{num_tokens} tokens do not fit now: block ids of {self.info.block_tokens} tokens and slots free{share}: {free}"
 
     def _reserved(self, handoff_id: str, began_ns: int) -> Reserved:
         sequence = self.table.get(handoff_id)

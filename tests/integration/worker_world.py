@@ -163,6 +163,7 @@ class Mesh:
                 dp_rank=dp_rank,
                 dp=settings.dp,
                 tp=tp,
+                dcp=settings.dcp,
                 num_blocks=settings.num_blocks,
                 num_slots=settings.num_slots,
                 num_staging_rows=settings.staging_rows_of(kind.role),
