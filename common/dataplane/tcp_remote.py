@@ -57,6 +57,7 @@ class TcpRemoteRegion:
         self._busy: set[Channel] = set()
         self._num_transfers = 0
         self._closed = False
+        self._closing = threading.Event()
         self._peer_alive = True
         self._lifeline: Final = open_channel(descriptor, now, deadline, stop)
 
@@ -77,9 +78,10 @@ class TcpRemoteRegion:
         return self._run(runs, local, grant, deadline, Transfer.read)
 
     def close(self) -> None:
-        """Let go of the region. A write in flight stops sending, and ends with what the owner says to that."""
+        """Let go of the region. A write in flight stops sending, and ends with what the owner says to that; none begins any more."""
         with self._changed:
             self._closed = True
+            self._closing.set()
             idle, self._idle = self._idle, []
             for channel in self._busy:
                 channel.stop_writing()
@@ -153,7 +155,7 @@ class TcpRemoteRegion:
             idle.close()
         if not self.peer_alive:
             raise DataPlaneError(_DEAD)
-        channel = open_channel(self.descriptor, self._now, min(deadline, self._now() + SILENCE_S))
+        channel = open_channel(self.descriptor, self._now, min(deadline, self._now() + SILENCE_S), self._closing)
         with self._changed:
             if self._closed:
                 channel.close()

@@ -25,7 +25,7 @@ from common.layout.region import lay_out
 from common.layout.replicas import split_replicas
 from common.runtime.clock import Clock
 from contracts.handoff import Grant, PartDigest
-from contracts.manifest import Coordinates, PlannedPart, Role
+from contracts.manifest import Coordinates, Namespace, PlannedPart, Role
 from contracts.rank import (
     BindSequence,
     ExtendSequences,
@@ -314,6 +314,9 @@ class FakeEngine:
         if target is None:
             return
         start, end = max(item.start, target.num_cached_tokens), item.start + item.num_tokens
+        if WorkerRef(worker_id=target.grant.worker_id, incarnation=target.grant.incarnation) not in self._links:
+            yield _unsent(binding, start, end, started_ns, ended_ns)  # like a rank, whose connections are closed then
+            return
         for part in self._link_of(target.grant, PeerSide.DESTINATION).plan.parts:
             if part.role in target.pulled:
                 continue
@@ -331,6 +334,26 @@ class FakeEngine:
         if grant.dp_rank >= link.dp:
             raise EngineError(f"grant.dp_rank: {grant.dp_rank} is not allowed; the rule is: below {link.dp}")
         return link
+
+
+def _unsent(binding: BindSequence, start: int, end: int, started_ns: int, ended_ns: int) -> PartPushed:
+    return PartPushed(
+        rank=0,
+        seq=binding.seq,
+        handoff_id=binding.handoff_id,
+        namespace=Namespace.TARGET,
+        role=Role.KEY,
+        layer=0,
+        destination_rank=0,
+        start=start,
+        end=end,
+        num_bytes=0,
+        queued_ns=started_ns,
+        started_ns=started_ns,
+        done_ns=ended_ns,
+        outcome=PushOutcome.FAILED_QUIESCED,
+        reason="the peer is not linked any more",
+    )
 
 
 def _pushed(  # noqa: PLR0917 - a part, whose it is, its range, and when

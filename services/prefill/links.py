@@ -23,14 +23,17 @@ from common.worker.replica_set import ReplicaSet
 from contracts import subjects
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.links import LinkRecord, LinkState
+from contracts.rank import PushOutcome
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerRecord, WorkerRole, WorkerState
+from services.prefill.core.doubts import Doubts
 from services.prefill.core.pair import Pair, Phase, Refusal
 from services.prefill.core.pair_events import (
     Connect,
     Connected,
     Disconnect,
     Disconnected,
+    Doubted,
     Meet,
     Met,
     OwnDrain,
@@ -106,6 +109,7 @@ class Links:
         self._reconnects = ports.bus.reconnects
         self._peers: dict[str, _Peer] = {}
         self._transfers: dict[str, WorkerRef] = {}
+        self._doubts = Doubts()
         self._is_closed = False
         self._changed = asyncio.Event()
 
@@ -139,6 +143,16 @@ class Links:
         peer = self._transfers.pop(handoff_id, None)
         if peer is not None and peer.worker_id in self._peers:
             self._tick(peer.worker_id)
+
+    def pushed(self, peer: WorkerRef) -> None:
+        """Note that something has arrived at a peer."""
+        self._doubts.moved(peer)
+
+    def push_failed(self, peer: WorkerRef, outcome: PushOutcome, reason: str) -> None:
+        """Note, once a handoff, that a push to a peer failed. With reason to doubt the link it is undone, and the peer met again."""
+        if self._doubts.failed(peer, outcome) and peer.worker_id in self._peers:
+            text = f"what was pushed to it did not arrive: {reason}"[:_MAX_REASON_CHARS]
+            self._feed(peer.worker_id, Doubted(at=self._clock.monotonic(), incarnation=peer.incarnation, reason=text))
 
     # Tasks.
 

@@ -261,12 +261,17 @@ class PrefillService(WorkerService):
             self._pushes.count(push)
             sequence = self.table.get(push.handoff_id)
             prefill = self._prefills.get(push.handoff_id)
-            if sequence is None or prefill is None:
+            if sequence is None or sequence.push is None or prefill is None:
                 continue
+            grant = sequence.push.grant
+            peer = WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
             if push.outcome is not PushOutcome.DONE:
+                if not prefill.failed:
+                    self.links.push_failed(peer, push.outcome, push.reason)
                 text = f"rank {push.rank} could not push {push.role} of layer {push.layer}: {push.reason}"
                 self._fail(sequence, ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=text))
                 continue
+            self.links.pushed(peer)
             part = prefill.parts.add(push)
             self._unreported[push.handoff_id, push.rank] = None
             key = push.rank, push.namespace, push.role, push.layer, push.destination_rank

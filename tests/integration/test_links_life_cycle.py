@@ -8,6 +8,7 @@ import pytest
 
 from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG
 from contracts.links import LinkState
+from contracts.rank import PushOutcome
 from contracts.requests import WorkerRef
 from tests.integration.links_world import PREFILL, LinksWorld, in_links_world
 
@@ -48,6 +49,31 @@ def test_a_dead_decode_worker_is_unlinked_when_its_lease_ends() -> None:
         assert await world.told() == [("linked", "i0"), ("unlinked", "i0")]
         assert (await world.events())[-1].reason == "the decode worker is gone"
         assert [world.gauge(state) for state in LinkState] == [0, 0, 0, 0]
+
+    in_links_world(scenario)
+
+
+def test_a_doubted_link_is_undone_and_made_again_as_soon_as_that_is_possible() -> None:
+    """The bus says so meanwhile: nothing is placed on the pair, and the reason can be read."""
+
+    async def scenario(world: LinksWorld) -> None:
+        peer = await world.peer()
+        await world.linked()
+        world.service.links.transfer_begins("r1-0", peer.ref)
+        world.engine.failing_links = 2
+        world.service.links.push_failed(peer.ref, PushOutcome.INDETERMINATE, "it has been silent for 10 s")
+        assert world.service.links.met("decode-0", "i0") is None
+        await world.until(LinkState.MEETING, within_s=1.0)
+        await world.linked()
+        assert world.engine.calls == [
+            ("link", "decode-0", "i0"),
+            ("unlink", "decode-0", "i0"),
+            ("link", "decode-0", "i0"),
+        ]
+        assert await world.told() == [("linked", "i0"), ("unlinked", "i0"), ("linked", "i0")]
+        reason = (await world.events())[1].reason
+        assert reason == "what was pushed to it did not arrive: it has been silent for 10 s"
+        assert world.service.links.met("decode-0", "i0") is not None
 
     in_links_world(scenario)
 

@@ -63,6 +63,50 @@ def test_one_rank_that_cannot_push_ends_its_request_alone(monkeypatch: pytest.Mo
     run_mesh(scenario, {}, PUSH)
 
 
+def test_a_push_of_which_nobody_knows_the_end_costs_its_link_and_what_is_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode worker that swallows what it is sent: whoever waits for it fails at once, and the pair is linked anew."""
+    next_push, unlink = FakeEngine.next_push, FakeEngine.unlink
+    unlinked: list[WorkerRef] = []
+
+    async def swallowed(self: FakeEngine) -> PartPushed:
+        push = await next_push(self)
+        if push.handoff_id != handoff_of(1) or unlinked:
+            return push
+        return msgspec.structs.replace(push, outcome=PushOutcome.INDETERMINATE, reason="the peer has been silent")
+
+    async def noted(self: FakeEngine, peer: WorkerRef) -> None:
+        await unlink(self, peer)
+        unlinked.append(peer)
+
+    monkeypatch.setattr(FakeEngine, "next_push", swallowed)
+    monkeypatch.setattr(FakeEngine, "unlink", noted)
+
+    async def scenario(mesh: Mesh) -> None:
+        async def knocked(_regions: object) -> None:
+            await mesh.clock.sleep(0.3)  # meanwhile the second prompt is computed
+
+        monkeypatch.setattr("services.prefill.links.knock", knocked)
+        for service in mesh.services:
+            for replica in service.replicas:
+                replica.engine._step_s = 0.05  # type: ignore[attr-defined]  # of a fake engine
+        began = mesh.clock.monotonic()
+        await mesh.serve(1, mixed=False, cancel_after=None)
+        await mesh.serve(2, mixed=False, cancel_after=None)
+        for number in (1, 2):
+            failed = await ended(mesh, number)
+            assert failed.record.error is not None
+            assert failed.record.error.rule.retryable
+        assert mesh.clock.monotonic() - began < SOON_S
+        await mesh.wait_linked()
+        assert unlinked == [WorkerRef(worker_id="decode-0", incarnation="i-decode-0")]
+        await mesh.serve(3, mixed=False, cancel_after=None)
+        assert (await ended(mesh, 3)).state is HandoffState.FINISHED
+        await mesh.clock.sleep(SOON_S)
+        mesh.assert_empty()
+
+    run_mesh(scenario, {}, PUSH, everybody={"max_step_tokens": 16, "prefill_chunk_tokens": 16})
+
+
 def test_what_only_decode_can_refuse_costs_prefill_nothing() -> None:
     """An answer that is too long for decode's memory, which prefill cannot know: nothing is computed, and nothing kept."""
 

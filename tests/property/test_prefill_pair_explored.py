@@ -16,6 +16,7 @@ from services.prefill.core.pair_events import (
     Connected,
     Disconnect,
     Disconnected,
+    Doubted,
     Meet,
     Met,
     OwnDrain,
@@ -85,6 +86,8 @@ def news(world: World) -> Iterator[PairEvent]:
             yield PeerSeen(at=at, incarnation=incarnation, is_ready=is_ready)
     yield PeerLost(at=at)
     yield OwnDrain(at=at)
+    for incarnation in STARTS:
+        yield Doubted(at=at, incarnation=incarnation, reason="it did not arrive")
     for num_transfers in (0, 1):
         yield Tick(at=at, num_transfers=num_transfers)
         yield Tick(at=at + LONG_S, num_transfers=num_transfers)
@@ -225,6 +228,13 @@ def _forgets_to_retry(pair: Pair, event: PairEvent) -> tuple[Pair, tuple[PairEff
     return (replace(pair, retry_at=None), effects) if isinstance(event, TryFailed) else (pair, effects)
 
 
+def _meets_in_doubt(pair: Pair, event: PairEvent) -> tuple[Pair, tuple[PairEffect, ...]]:
+    """Fault: a link that is doubted is met again before it is undone."""
+    if isinstance(event, Doubted) and pair.phase is Phase.LINKED and pair.doing is Doing.NOTHING:
+        return replace(pair, phase=Phase.MEETING, doing=Doing.MEETING), (Meet(incarnation=pair.incarnation),)
+    return step(pair, event)
+
+
 def _takes_any_outcome(pair: Pair, event: PairEvent) -> tuple[Pair, tuple[PairEffect, ...]]:
     """Fault: whoever says that something has connected is believed."""
     if isinstance(event, Connected):
@@ -232,7 +242,9 @@ def _takes_any_outcome(pair: Pair, event: PairEvent) -> tuple[Pair, tuple[PairEf
     return step(pair, event)
 
 
-@pytest.mark.parametrize("fault", [_meets_while_busy, _keeps_the_dead, _forgets_to_retry, _takes_any_outcome])
+@pytest.mark.parametrize(
+    "fault", [_meets_while_busy, _keeps_the_dead, _forgets_to_retry, _meets_in_doubt, _takes_any_outcome]
+)
 def test_the_exploration_finds_planted_faults(fault: Step) -> None:
     """The check can fail: each fault is found."""
     with pytest.raises(AssertionError):

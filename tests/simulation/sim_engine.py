@@ -18,6 +18,7 @@ from contracts.rank import (
     PullReport,
     PullShards,
     PullStopped,
+    PushOutcome,
     RankProgress,
     StepPlan,
 )
@@ -203,6 +204,9 @@ class SimulatedEngine(FakeEngine):
         groups: dict[tuple[int, int], list[PartPushed]] = {}
         while not self._pushes.empty():
             push = self._pushes.get_nowait()
+            if push.outcome is not PushOutcome.DONE:
+                self._reports.put_nowait(push)
+                continue
             groups.setdefault((push.rank, push.seq), []).append(push)
         for (_, seq), pushes in groups.items():
             target = self._sequences[seq].push if seq in self._sequences else None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from contracts.links import LinkEventName
+from contracts.rank import PushOutcome
+from contracts.requests import WorkerRef
+from services.prefill.core.doubts import MAX_FAILED_IN_A_ROW, Doubts
 from services.prefill.core.pair import MAX_FAILURES, Doing, Pair, Phase, Refusal, Terms, pause_s
 from services.prefill.core.pair_events import (
     Connect,
     Connected,
     Disconnect,
     Disconnected,
+    Doubted,
     Meet,
     Met,
     OwnDrain,
@@ -152,6 +156,40 @@ def test_the_end_of_a_link_says_why(events: tuple[PairEvent, ...], reason: str) 
     if is_met_anew:
         expected = Pair(phase=Phase.MEETING, incarnation="b", doing=Doing.MEETING, alive="b", is_ready=True)
     assert left == expected
+
+
+def test_a_link_that_is_doubted_is_undone_at_once_and_met_again() -> None:
+    """Nothing can be written to it from then on, however many transfers there are: they fail now, and not each at its time."""
+    assert run(LINKED, Doubted(at=9.0, incarnation="b", reason="another start")) == (LINKED, ())
+    pair, effects = run(LINKED, Doubted(at=10.0, incarnation="a", reason="silent"))
+    assert effects == (Disconnect(incarnation="a"),)
+    assert (pair.phase, pair.doing, pair.may_transfer) == (Phase.UNLINKING, Doing.DISCONNECTING, False)
+    assert run(pair, Doubted(at=10.5, incarnation="a", reason="again"), Tick(at=11.0, num_transfers=3)) == (pair, ())
+    again, effects = run(pair, Disconnected(at=12.0, incarnation="a"))
+    tell = Tell(event=LinkEventName.UNLINKED, incarnation="a", terms=TERMS, reason="silent")
+    assert effects == (tell, Meet(incarnation="a"))
+    assert again == Pair(phase=Phase.MEETING, incarnation="a", doing=Doing.MEETING, alive="a", is_ready=True)
+
+
+def test_who_is_doubted_and_gone_as_well_is_gone() -> None:
+    """The better reason is told, and nobody is met."""
+    pair, effects = run(LINKED, Doubted(at=10.0, incarnation="a", reason="silent"), PeerLost(at=10.5))
+    assert effects == ()
+    _, effects = run(pair, Disconnected(at=12.0, incarnation="a"))
+    tell = Tell(event=LinkEventName.UNLINKED, incarnation="a", terms=TERMS, reason="the decode worker is gone")
+    assert effects == (tell,)
+
+
+def test_doubted_are_unclear_ends_and_failures_in_a_row() -> None:
+    """What arrives in between shows that the link carries; another start of the peer has a count of its own."""
+    doubts, peer = Doubts(), WorkerRef(worker_id="decode-0", incarnation="a")
+    failed = PushOutcome.FAILED_QUIESCED
+    assert [doubts.failed(peer, failed) for _ in range(MAX_FAILED_IN_A_ROW - 1)] == [False] * (MAX_FAILED_IN_A_ROW - 1)
+    doubts.moved(peer)
+    assert not doubts.failed(WorkerRef(worker_id="decode-0", incarnation="b"), failed)
+    assert [doubts.failed(peer, failed) for _ in range(MAX_FAILED_IN_A_ROW)][-2:] == [False, True]
+    assert not doubts.failed(peer, failed)
+    assert doubts.failed(peer, PushOutcome.INDETERMINATE)
 
 
 def test_a_link_that_nobody_wants_as_it_comes_up_is_never_told() -> None:

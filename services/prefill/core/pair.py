@@ -59,7 +59,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """One pair. `phase`, `doing`, `terms` and `refusal` are about the start `incarnation` of the decode worker.
 
     `alive` is the start that lives as far as is known ("" for none), `is_ready` whether it takes new requests. `is_closed`
-    says that the prefill worker itself drains. Moments are seconds of one monotonic clock.
+    says that the prefill worker itself drains, `doubt` why the link is undone though both want it. Moments are seconds of one monotonic clock.
     """
 
     phase: Phase = Phase.GONE
@@ -74,6 +74,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     num_failures: int = 0
     retry_at: float | None = None
     linger_until: float = 0.0
+    doubt: str = ""
 
     @property
     def wanted(self) -> str:

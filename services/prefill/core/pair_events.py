@@ -41,6 +41,14 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     num_transfers: int
 
 
+class Doubted(msgspec.Struct, frozen=True, kw_only=True):
+    """What was pushed to this start of the decode worker has not arrived, although it lives."""
+
+    at: float
+    incarnation: str
+    reason: str
+
+
 class Met(msgspec.Struct, frozen=True, kw_only=True):
     """The decode worker was described, compared, and the plan is compiled."""
 
@@ -79,7 +87,9 @@ class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
 
 
-PairEvent: TypeAlias = PeerSeen | PeerLost | OwnDrain | Tick | Met | PairRefused | TryFailed | Connected | Disconnected
+PairEvent: TypeAlias = (
+    PeerSeen | PeerLost | OwnDrain | Tick | Doubted | Met | PairRefused | TryFailed | Connected | Disconnected
+)
 
 
 class Meet(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The life of a link, as one pure function: met, linked or refused, unlinked, met again.
+"""The life of a link, as one pure function: met, linked or refused, unlinked, met again; met again at once when it is doubted.
 
 Whatever happens is first noted, then `_settle` compares what is with what ought to be and begins the next thing, if none is
 under way. So at most one thing is done for a pair at a time, and news that comes meanwhile is acted on when it has ended.
@@ -26,6 +26,7 @@ from services.prefill.core.pair_events import (
     Connected,
     Disconnect,
     Disconnected,
+    Doubted,
     Meet,
     Met,
     OwnDrain,
@@ -55,6 +56,9 @@ def step(pair: Pair, event: PairEvent) -> Stepped:
             pair = replace(pair, is_closed=True)
         case Tick():
             num_transfers = event.num_transfers
+        case Doubted(incarnation=incarnation, reason=reason):
+            if pair.phase is Phase.LINKED and pair.incarnation == incarnation and not pair.doubt:
+                pair = replace(pair, doubt=reason)
         case Met() | PairRefused() | TryFailed() | Connected() | Disconnected():
             if not _awaited(pair, event):
                 return pair, ()
@@ -131,6 +135,9 @@ def _settle(pair: Pair, at: float, num_transfers: int | None) -> Stepped:
                 return replace(pair, doing=Doing.MEETING, retry_at=None), (Meet(incarnation=pair.incarnation),)
             return pair, ()
         case Phase.LINKED:
+            if pair.doubt and pair.alive == pair.incarnation:
+                pair = replace(pair, phase=Phase.UNLINKING, doing=Doing.DISCONNECTING)
+                return pair, (Disconnect(incarnation=pair.incarnation),)
             if is_wanted:
                 return pair, ()
             linger_until = at if pair.is_closed else at + GRACE_S
@@ -169,4 +176,6 @@ def _why(pair: Pair) -> str:
         return "the decode worker is gone"
     if pair.alive != pair.incarnation:
         return "the decode worker has restarted"
+    if pair.doubt:
+        return pair.doubt
     return "the prefill worker drains" if pair.is_closed else "the decode worker drains"

@@ -260,6 +260,18 @@ def test_an_owner_that_moves_no_byte_is_given_up_long_before_the_deadline(
     owner.close()
 
 
+def test_a_transfer_that_waits_for_its_connection_ends_when_this_end_is_closed(stage: Stage) -> None:
+    """The owner's kernel accepts, the owner does not: nobody waits for that once the link is undone."""
+    writing = stage.pool.submit(stage.remote.write, [SMALL], stage.local, GRANT, soon())
+    accepted = stage.listener.accept()[0]
+    take(accepted, 1)
+    assert not writing.done()
+    stage.remote.close()
+    result = writing.result(PATIENCE_S / 8)
+    assert (result.outcome, bool(result.reason)) == (Outcome.FAILED_QUIESCED, True)
+    accepted.close()
+
+
 def test_an_owner_that_is_slow_but_moves_bytes_is_waited_for(stage: Stage) -> None:
     """Silence begins anew with every byte: however long the whole takes, up to the deadline."""
     owner, reading = stage.transfer(WHOLE, read=True)

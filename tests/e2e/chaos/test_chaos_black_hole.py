@@ -23,7 +23,7 @@ SPEC = MeshSpec(
     mode="a link that can swallow",
     model=Path(__file__).resolve().parents[3] / "models" / "tiny",
     workers=(("prefill", "tp=1"), ("decode", "tp=1"), ("decode", f"tp=1,transport_advertise_host={HOST}")),
-    overrides=("transport=tcp", "router.request_timeout_s=12"),
+    overrides=("transport=tcp", "router.request_timeout_s=60"),
 )
 NUM_STREAMS = 8
 SLOW_BYTES_PER_S = 2e6
@@ -54,7 +54,7 @@ async def _round(mesh: Mesh, model: str) -> list[Outcome]:
 
 @pytest.mark.long
 async def test_a_black_hole_costs_only_what_fell_into_it(tmp_path: Path) -> None:
-    """With a slow link all is served; with one that swallows, who goes elsewhere is; when it is back, all is as before."""
+    """All are served: with a link that is slow, with one that swallows, where they go elsewhere in time, and when it is back."""
     link = SlowLink()
     try:
         async with asyncio.TaskGroup() as group:
@@ -81,7 +81,7 @@ async def _under_a_bad_link(mesh: Mesh, probe: Probe, link: SlowLink) -> None:
     swallowed = await _round(mesh, model)
     print([f"{each.ending} {each.code} {each.ended_at - each.started_at:.1f} s" for each in swallowed])
     assert judge([*slow, *swallowed], (), strict=False) == []
-    assert sum(each.ending is Ending.WHOLE for each in swallowed) >= NUM_STREAMS // 4
+    assert [outcome.ending for outcome in swallowed] == [Ending.WHOLE] * NUM_STREAMS
     link.let_through()
     assert await unrest_after(probe, 3, _REST_S) == ""
     again = await _round(mesh, model)
