@@ -11,6 +11,7 @@ from contracts import subjects
 from contracts.codec import decode
 from contracts.events import EventName, HandoffEvent
 from contracts.handoff import PrefillFinished, RequestEnded, Reserved, RunMixed
+from contracts.pull import PullEnded
 from contracts.requests import Accepted, SamplingParams, TokenFrame
 from contracts.subjects import WorkerVerb
 from tests.integration.worker_world import Mesh
@@ -36,6 +37,8 @@ class Outcome:
     ended: dict[str, RequestEnded]
     events: list[tuple[EventName, str]]
     num_preemptions: int
+    pulls: list[str]
+    """Handoffs whose cache decode has pulled, once for each time."""
 
     def count(self, event: EventName, handoff_id: str) -> int:
         """How often something happened to a handoff."""
@@ -73,6 +76,7 @@ async def run_pair(mesh: Mesh, sampling: dict[str, SamplingParams], num_delivere
         }
         reserved = await mesh.reserve(params, handoff, **changes)
         assert isinstance(reserved, Reserved)
+        changes["pulled"] = reserved.pulled
         assert await mesh.run(reserved, sampling=params, **changes) == Accepted(handoff_id=handoff)
     outcome = await _outcome(mesh, set(sampling), "decode-0", num_delivered_tokens)
     for handoff in sampling:
@@ -96,9 +100,10 @@ async def _listen(mesh: Mesh, handoffs: set[str], first: int = 0) -> dict[str, T
 async def _outcome(mesh: Mesh, handoffs: set[str], worker_id: str, first: int = 0) -> Outcome:
     """Commit what has been computed, and listen until every handoff has ended."""
     worker = mesh.services[worker_id]
+    pulls: list[str] = []
     async with asyncio.TaskGroup() as group:
         telling = group.create_task(_listen(mesh, handoffs, first))
-        ending = group.create_task(_commit(mesh, len(handoffs)))
+        ending = group.create_task(_commit(mesh, len(handoffs), pulls))
     assert await worker.bus.flush_events()
     events = []
     for handoff in handoffs:
@@ -109,17 +114,28 @@ async def _outcome(mesh: Mesh, handoffs: set[str], worker_id: str, first: int = 
         ended=ending.result(),
         events=[(event.event, event.handoff_id) for event in events if event.service == worker.role],
         num_preemptions=_preemptions(worker),
+        pulls=pulls,
     )
 
 
-async def _commit(mesh: Mesh, num_handoffs: int) -> dict[str, RequestEnded]:
-    """Commit each handoff whose prompt has been computed; how they all ended."""
+async def _commit(mesh: Mesh, num_handoffs: int, pulls: list[str]) -> dict[str, RequestEnded]:
+    """Commit each handoff whose prompt has been computed, and pulled if decode does that; how they all ended."""
     ended: dict[str, RequestEnded] = {}
+    first_tokens: dict[str, int] = {}
     while len(ended) < num_handoffs:
         report = await mesh.heard.get()
+        handoff = report.handoff_id
         if isinstance(report, PrefillFinished):
             assert report.first_token is not None
-            assert await mesh.commit(report.first_token, report.handoff_id) == Accepted(handoff_id=report.handoff_id)
+            first_tokens[handoff] = report.first_token
+            if report.source is not None:
+                assert await mesh.pull(report.source, handoff=handoff) == Accepted(handoff_id=handoff)
+                continue
+            assert await mesh.commit(report.first_token, handoff) == Accepted(handoff_id=handoff)
+        elif isinstance(report, PullEnded):
+            assert report.error is None
+            pulls.append(handoff)
+            assert await mesh.commit(first_tokens[handoff], handoff) == Accepted(handoff_id=handoff)
         elif isinstance(report, RequestEnded):
             ended[report.handoff_id] = report
     return ended

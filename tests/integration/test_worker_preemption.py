@@ -14,10 +14,13 @@ from common.bus.storage import EVENTS_CONFIG
 from common.engine.fake import fake_token
 from common.runtime.clock import SystemClock
 from common.worker.replica import StartedEngine
-from common.worker.settings import WorkerSettings
+from common.worker.settings import PulledRoles, WorkerSettings
 from contracts.errors import ErrorCode
 from contracts.events import EventName
-from contracts.requests import FinishReason, SamplingParams
+from contracts.handoff import PartsAnswer, QueryParts
+from contracts.pull import Transfer
+from contracts.requests import FinishReason, Refused, SamplingParams
+from contracts.subjects import WorkerVerb
 from services.decode.service import DecodeService
 from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
@@ -90,6 +93,11 @@ async def go_on(mesh: Mesh, params: SamplingParams, delivered: list[int]) -> Out
     return await run_pair(mesh, {AGAIN: left}, num_delivered_tokens=len(delivered))
 
 
+async def parts_asked(mesh: Mesh, handoff: str) -> Any:
+    """What decode says when it is asked for the parts of a handoff."""
+    return await mesh.ask("decode", "decode-0", WorkerVerb.PARTS, QueryParts(handoff_id=handoff), PartsAnswer | Refused)
+
+
 @pytest.mark.parametrize("writers_left", [0, 2])
 def test_a_mixed_worker_computes_again_what_gave_way(writers_left: int) -> None:
     """In place, even when its memory comes back late: the stream has a pause, and nothing else."""
@@ -131,6 +139,25 @@ def test_a_decode_worker_ends_what_gives_way_and_another_attempt_goes_on_behind_
         outcome = await go_on(mesh, SAMPLING[YOUNGER], delivered)
         assert delivered + outcome.told[AGAIN].tokens == EXPECTED[YOUNGER]
         await mesh.clock.sleep(2)  # until somebody has looked after what was in quarantine
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+@pytest.mark.parametrize("pull", PulledRoles)
+def test_who_gives_way_after_a_takeover_by_pull_is_not_pulled_again(pull: PulledRoles) -> None:
+    """Its prefill worker has let go: the attempt ends, and another one has a prefill, a staging row and a pull of its own."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await mesh.bus.ensure_stream(EVENTS_CONFIG)
+        await pair(mesh, transfer=Transfer.PULL, pull=pull, num_staging_rows=2, **LIMITS)
+        outcome = await run_pair(mesh, SAMPLING)
+        delivered = assert_younger_ended(outcome, EXPECTED)
+        assert outcome.pulls == [OLDER, YOUNGER]
+        assert (await parts_asked(mesh, YOUNGER)).error.code is ErrorCode.UNKNOWN_HANDOFF
+        again = await go_on(mesh, SAMPLING[YOUNGER], delivered)
+        assert again.pulls == [AGAIN]
+        assert delivered + again.told[AGAIN].tokens == EXPECTED[YOUNGER]
         mesh.assert_empty()
 
     in_mesh(scenario)
