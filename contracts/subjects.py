@@ -138,7 +138,7 @@ def event(service: str, handoff: str, name: str) -> str:
     return f"{_events_of(service, handoff)}.{name}"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _events_of(service: str, handoff: str) -> str:
     """What the subjects of a handoff's events begin with: it has a dozen of them."""
     return f"{PREFIX}.ev.{check_token('service', service)}.{check_token('handoff_id', handoff)}"

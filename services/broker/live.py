@@ -48,6 +48,33 @@ class Live:
             await self._written.wait()
 
 
+class Outcomes:
+    """A target that keeps what it is told, for whoever has an effect performed and goes on with what follows from it."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._told: list[Event] = []
+
+    @property
+    def deadline(self) -> Deadline:
+        """See `Target.deadline`."""
+        return self._live.deadline
+
+    @property
+    def ended(self) -> bool:
+        """See `Target.ended`."""
+        return self._live.ended
+
+    def tell(self, event: Event) -> None:
+        """See `Target.tell`."""
+        self._told.append(event)
+
+    def taken(self) -> list[Event]:
+        """What was told since the last time."""
+        told, self._told = self._told, []
+        return told
+
+
 class LiveHandoffs:
     """All handoffs that are in flight, and those that ended a while ago: people and routers still ask for them."""
 
@@ -55,19 +82,20 @@ class LiveHandoffs:
         self._keep_ended_s = keep_ended_s
         self._max_ended = max_ended
         self._live: dict[str, Live] = {}
+        self._in_flight: dict[str, Live] = {}
         self._latest: dict[str, Live] = {}
         self._ended: deque[tuple[float, str]] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def __iter__(self) -> Iterator[Live]:
-        """Over those of this moment: more may come meanwhile."""
-        return iter(tuple(self._live.values()))
+        """Over those that are in flight at this moment: more may come meanwhile. Whoever looks often spares the many that ended."""
+        return iter(tuple(self._in_flight.values()))
 
     @property
     def num_in_flight(self) -> int:
         """Handoffs that have not ended, or whose memory is not back everywhere."""
-        return len(self._live) - len(self._ended)
+        return len(self._in_flight)
 
     def get(self, handoff_id: str) -> Live | None:
         """One handoff, as long as it is remembered."""
@@ -80,7 +108,7 @@ class LiveHandoffs:
     def add(self, live: Live) -> None:
         """Keep one that is in flight from now on."""
         record = live.handoff.record
-        self._live[record.handoff_id] = live
+        self._live[record.handoff_id] = self._in_flight[record.handoff_id] = live
         latest = self._latest.get(record.request_id)
         if latest is None or latest.handoff.record.attempt < record.attempt:
             self._latest[record.request_id] = live
@@ -88,6 +116,7 @@ class LiveHandoffs:
 
     def ended(self, live: Live, now: float) -> None:
         """Note that nothing more will follow. Once for each."""
+        del self._in_flight[live.handoff.handoff_id]
         self._ended.append((now, live.handoff.handoff_id))
         if not self.num_in_flight:
             self._idle.set()

@@ -94,12 +94,12 @@ class Target(Protocol):
         ...
 
     def tell(self, event: Event) -> None:
-        """Feed an event."""
+        """Take an event, at the end of an effect."""
         ...
 
 
 class Performer:
-    """Does what takes time. Each effect runs in a task of its own."""
+    """Does what takes time, an effect at a time."""
 
     def __init__(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from common.bus.handoff_events import HandoffEvents
@@ -48,7 +49,7 @@ from services.broker.core.handoff import Handoff, Policy, refusal, same_identity
 from services.broker.core.step import adopt, begin, step
 from services.broker.core.submission import check_submit
 from services.broker.core.view import view, view_of_record
-from services.broker.live import Live, LiveHandoffs
+from services.broker.live import Live, LiveHandoffs, Outcomes
 from services.broker.observer import Observer
 from services.broker.orphans import Orphans
 from services.broker.performer import Job, Performer
@@ -311,11 +312,16 @@ class Broker:
 
     def feed(self, live: Live, event: Event) -> None:
         """One step of one handoff."""
+        self._start_each(live, self._step(live, event))
+
+    def _step(self, live: Live, event: Event) -> list[Job]:
+        """One step of one handoff; returns what is to be done about it that takes time."""
         before = live.handoff
         live.handoff, effects = step(before, event)
         self._observer.moved(before, live.handoff)
-        self._perform(live, effects)
+        jobs = self._perform(live, effects)
         live.stepped()
+        return jobs
 
     def _keep(
         self, handoff: Handoff, effects: tuple[Effect, ...], deadline: Deadline, trace: TraceContext | None
@@ -328,7 +334,7 @@ class Broker:
         self._handoffs.add(live)
         if handoff.record.router_incarnation is not None:
             self.routers.expect(handoff.record.router_id, handoff.record.router_incarnation)
-        self._perform(live, effects)
+        self._start_each(live, self._perform(live, effects))
         if before is not None:
             self._supersede(before, live)
         return live
@@ -339,12 +345,13 @@ class Broker:
         reason = f"{later.handoff.handoff_id} has taken its place"
         earlier.tell(CancelRequested(at_ns=self._clock.monotonic_ns(), reason=reason))
 
-    def _perform(self, live: Live, effects: tuple[Effect, ...]) -> None:
-        """Do what a step wants, in the handoff's own trace, whosever message made the step."""
+    def _perform(self, live: Live, effects: tuple[Effect, ...]) -> list[Job]:
+        """Do what a step wants, in the handoff's own trace, whosever message made the step. Returns what takes time."""
         with within(live.trace):
-            self._perform_each(live, effects)
+            return self._perform_each(live, effects)
 
-    def _perform_each(self, live: Live, effects: tuple[Effect, ...]) -> None:
+    def _perform_each(self, live: Live, effects: tuple[Effect, ...]) -> list[Job]:
+        jobs: list[Job] = []
         for effect in effects:
             match effect:
                 case AnswerSubmit(error=error):
@@ -358,12 +365,27 @@ class Broker:
                     self._observer.over(live.handoff)
                     self._handoffs.ended(live, self._clock.monotonic())
                 case _:
-                    self._start(live, effect)
+                    jobs.append(effect)
+        return jobs
 
-    def _start(self, live: Live, effect: Job) -> None:
-        if not self._tasks.try_start(lambda: self._performer.perform(live, effect)):
-            # Each handoff has room for all of its effects: to be here is a mistake of ours, and must be heard of.
-            self._log.error("effect_dropped", handoff_id=live.handoff.handoff_id, effect=type(effect).__name__)
+    def _start_each(self, live: Live, jobs: Iterable[Job]) -> None:
+        """Do these things side by side, in the handoff's own trace."""
+        with within(live.trace):
+            for job in jobs:
+                if not self._tasks.try_start(partial(self._work, live, job)):
+                    # Each handoff has room for all of its effects: to be here is a mistake of ours, and must be heard of.
+                    self._log.error("effect_dropped", handoff_id=live.handoff.handoff_id, effect=type(job).__name__)
+
+    async def _work(self, live: Live, job: Job) -> None:
+        """Do one thing, then the first that follows from its outcome, and so on: a task for each would cost more than most do."""
+        outcomes = Outcomes(live)
+        following = [job]
+        while following:
+            await self._performer.perform(outcomes, following[0])
+            following = []
+            for event in outcomes.taken():
+                following += self._step(live, event)
+            self._start_each(live, following[1:])
 
     def _effect_failed(self, name: str, error: Exception) -> None:
         self._log.error("effect_failed", task=name, error=repr(error), exc_info=error)
