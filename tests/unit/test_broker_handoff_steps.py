@@ -21,13 +21,19 @@ from contracts.requests import FinishReason, WorkerRef
 from contracts.workers import WorkerRole
 from services.broker.core import effects as fx
 from services.broker.core import events as ev
+from services.broker.core.handoff import Handoff
 from services.broker.core.step import begin, step
 from tests.unit.broker_steps import (
     GRANT,
+    KEY,
     POLICY,
     SECOND,
+    adopted,
+    finished,
+    report,
     reserved,
     reserving,
+    stored,
     submitted,
 )
 
@@ -193,6 +199,41 @@ def test_what_a_worker_refuses_as_cancelled_ends_as_cancelled(ask: ev.Ask) -> No
     handoff, _ = step(handoff, ev.AskRefused(at_ns=SECOND, ask=ask, error=error))
     assert handoff.verdict is not None
     assert handoff.verdict.state is HandoffState.CANCELLED
+
+
+def committing() -> Handoff:
+    """Decode has been asked to commit, and has not answered."""
+    handoff, _ = reserved(reserving(KEY))
+    handoff, _ = finished(handoff)
+    handoff, _ = step(handoff, report(KEY))
+    while handoff.writing is not None:
+        handoff, _ = stored(handoff)
+    assert handoff.commit_asked
+    return handoff
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_commit_that_is_refused_as_cancelled_is_not_the_end(is_adopted: bool) -> None:
+    """Decode may have been through with it, and its answer may have been lost: the word with which it ended is still on its way."""
+    handoff = adopted(HandoffState.COMMITTED)[0] if is_adopted else committing()
+    error = ErrorInfo(code=ErrorCode.CANCELLED, message="released already")
+    after, effects = step(handoff, ev.AskRefused(at_ns=5 * SECOND, ask=ev.Ask.COMMIT, error=error))
+    assert (after, effects) == (handoff, ())
+    end = RequestEnded(handoff_id="r1-0", incarnation="id", num_tokens=8, finish_reason=FinishReason.LENGTH)
+    over, _ = step(after, ev.WorkerEnded(at_ns=6 * SECOND, message=end))
+    assert over.verdict is not None
+    assert (over.verdict.state, over.verdict.num_tokens) == (HandoffState.FINISHED, 8)
+    late, _ = step(after, ev.DeadlinePassed(at_ns=12 * SECOND))
+    assert (late.record.state, late.record.error is None) == (HandoffState.FAILED, False)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.WORKER_LOST, ErrorCode.INCARNATION_CHANGED, ErrorCode.UNKNOWN_HANDOFF])
+def test_a_commit_that_is_refused_otherwise_is(code: ErrorCode) -> None:
+    """Nothing will come of it: the router hears why."""
+    error = ErrorInfo(code=code, message="no")
+    after, _ = step(committing(), ev.AskRefused(at_ns=5 * SECOND, ask=ev.Ask.COMMIT, error=error))
+    assert after.verdict is not None
+    assert (after.verdict.state, after.verdict.error) == (HandoffState.FAILED, error)
 
 
 def test_an_acceptance_after_the_end_is_answered_by_a_release() -> None:
