@@ -145,6 +145,7 @@ class _Planner:
         self._environ = environ
         self._findings: list[Finding] = []
         self._verdicts: dict[str, Verdict] = {}
+        self._paired: dict[str, WorkerSettings] = {}
         self._overrides = list(request.overrides)
         self._origins: dict[str, str] = {}
         self._numbered: set[str] = set()
@@ -171,7 +172,7 @@ class _Planner:
         workers = [self._load(role, name, spec) for name, role, spec in specs]
         known = [worker for worker in workers if worker is not None]
         self._check_models([router, *workers])
-        self._check_pairs(known)
+        self._check_pairs()
         self._check_replicas(launcher, [service for service in (*brokers, router, *known) if service is not None])
         self._check_ports([service for service in (*brokers, router, *known) if service is not None])
         plan = None
@@ -250,6 +251,8 @@ class _Planner:
 
     def _judge(self, name: str, role: WorkerRole, settings: WorkerSettings) -> list[SettingsProblem]:
         verdict = self._verdicts[name] = judge_worker(settings, role)
+        if role is not WorkerRole.MIXED:
+            self._paired[name] = settings
         return problems_of(verdict)
 
     def _check_models(self, services: list[ServicePlan | None]) -> None:
@@ -284,11 +287,10 @@ class _Planner:
             if clashing:
                 self._problem(", ".join(clashing), str(port), "a port for each of them, or 0 for a free one")
 
-    def _check_pairs(self, workers: list[ServicePlan]) -> None:
+    def _check_pairs(self) -> None:
         """Workers that could never be linked are refused before anything starts."""
-        pairs = [worker for worker in workers if worker.role in {"prefill", "decode"}]
         for key, reason in _EQUAL_IN_A_PAIR.items():
-            values = {worker.name: getattr(worker.settings.value, key) for worker in pairs}
+            values = {name: getattr(settings, key) for name, settings in self._paired.items()}
             if len(set(values.values())) > 1:
                 shown = ", ".join(f"{name} {value}" for name, value in values.items())
                 self._problem(key, shown, f"the same on every prefill and decode worker: {reason}")
