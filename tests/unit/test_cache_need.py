@@ -58,6 +58,11 @@ def test_all_ranks_of_all_replicas_count() -> None:
     assert needed(settings(dtype="bfloat16")) < needed(settings())
 
 
+def test_ranks_that_share_a_sequence_keep_as_many_blocks_each() -> None:
+    """num_blocks is of one rank: with dcp the same bytes hold more tokens, they are not fewer."""
+    assert needed(settings(tp=4, dcp=2)) == needed(settings(tp=4))
+
+
 @pytest.mark.parametrize("transport", list(Transport))
 def test_what_fits_to_the_byte_is_let_in_and_one_more_is_not(transport: Transport) -> None:
     """Alike for both transports: a region is memory of this host either way."""

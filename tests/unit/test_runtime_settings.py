@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 import msgspec
 import pytest
 
-from common.runtime.settings import SettingsError, keys_of, load, load_from_arguments, parse_spec, split_overrides
+from common.runtime.settings import (
+    SettingsError,
+    SettingsProblem,
+    keys_of,
+    load,
+    load_from_arguments,
+    parse_spec,
+    split_overrides,
+)
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +167,26 @@ def test_rules_over_several_fields_are_told_with_everything_else() -> None:
     with pytest.raises(SettingsError) as caught:
         load(Pair, role="decode", environ={"PD_LOW": "11", "PD_HIGH": "many"})
     assert set(problems_of(caught)) == {"PD_HIGH"}
+
+
+def test_rules_from_outside_are_checked_like_the_structs_own() -> None:
+    """They see the whole struct, and are told with everything else, with the rule's name and remedy, where what they name could be read."""
+
+    def rules(value: Example) -> list[SettingsProblem]:
+        rule = {"rule": "at most 0.4 with tp above 1", "name": "ratio_of_many", "remedy": "lower ratio"}
+        return [SettingsProblem(key="ratio", value=str(value.ratio), **rule)] if value.tp > 1 else []
+
+    assert load(Example, role="x", spec="tp=1", environ={}, rules=rules).value == Example()
+    with pytest.raises(SettingsError) as caught:
+        load(Example, role="x", spec="tp=2,colour=red", environ={}, rules=rules)
+    assert [problem.key for problem in caught.value.problems] == ["colour", "ratio"]
+    assert str(caught.value).splitlines()[-2:] == [
+        "  ratio = 0.5: at most 0.4 with tp above 1",
+        "    ratio_of_many: lower ratio",
+    ]
+    with pytest.raises(SettingsError) as caught:
+        load(Example, role="x", spec="tp=2,ratio=much", environ={}, rules=rules)
+    assert len(caught.value.problems) == 1, "a value that could not be read proves nothing"
 
 
 def test_an_unreadable_config_file_is_a_problem_not_a_crash(tmp_path: Path) -> None:
