@@ -32,12 +32,13 @@ def main(argv: list[str]) -> int:
         print(f"\r{total.num_schedules} schedules, {rate:.1f} a second, {len(told)} failed ", end="", file=sys.stderr)
     print(file=sys.stderr)
     print(f"{total.num_schedules} schedules in {total.seconds:.1f} s, {len(total.failures)} failed")
-    print("\n".join(coverage_lines(total)))
+    print("\n".join(coverage_lines(total.pairs, total.seen)))
     return 1 if total.failures else 0
 
 
 def _replay(seed: int) -> int:
     schedule = make_schedule(seed)
+    print(f"plot: {schedule.plot}")
     for what in (*schedule.workers, *schedule.asks, *schedule.faults):
         print(what)
     verdicts = simulate(seed, traced=True)

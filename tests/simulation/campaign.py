@@ -10,17 +10,21 @@ from typing import Final
 import msgspec
 
 from common.runtime.clock import SystemClock
+from tests.simulation.coverage import Pair
 from tests.simulation.simulate import simulate
 
 _BATCH: Final = 10
 
 
 class Campaign(msgspec.Struct, kw_only=True):
-    """What many schedules came to. `pairs` are states and events of handoffs at the broker, `seen` counts what happened."""
+    """What many schedules came to.
+
+    `pairs` counts the schedules that reached each state and event of handoffs at the broker, `seen` what happened.
+    """
 
     num_schedules: int = 0
     failures: dict[int, list[str]] = msgspec.field(default_factory=dict)
-    pairs: set[tuple[str, str]] = msgspec.field(default_factory=set)
+    pairs: Counter[Pair] = msgspec.field(default_factory=Counter)
     seen: Counter[str] = msgspec.field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -28,7 +32,7 @@ class Campaign(msgspec.Struct, kw_only=True):
         """Take in what another process has found."""
         self.num_schedules += other.num_schedules
         self.failures |= other.failures
-        self.pairs |= other.pairs
+        self.pairs += other.pairs
         self.seen += other.seen
 
 
@@ -38,7 +42,7 @@ def run_batch(seeds: range) -> Campaign:
     for seed in seeds:
         verdicts = simulate(seed)
         found.num_schedules += 1
-        found.pairs |= verdicts.pairs
+        found.pairs.update(verdicts.pairs)
         found.seen += verdicts.seen
         if verdicts.violations:
             found.failures[seed] = verdicts.violations

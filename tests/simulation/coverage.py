@@ -2,40 +2,76 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final, get_args
 
 from contracts.handoff import HandoffState
 from services.broker.core.events import Event
-from tests.simulation.campaign import Campaign
+from services.broker.core.handoff import Handoff
 
-UNREACHABLE: Final[dict[tuple[str, str], str]] = {}
-"""Pairs that no schedule can reach, and why."""
+Pair = tuple[str, str]
+
+_ONE_PLAN: Final = "a plan is looked for before decode is asked to reserve, and nothing is committed without its answer"
+_ONE_GRANT: Final = "decode is asked to reserve once, and nothing is committed without its answer"
+_SWEPT: Final = "the sweep that tells of the deadline passes over what has ended, in the same turn of the loop"
+
+UNREACHABLE: Final[dict[Pair, str]] = {
+    ("reserving", "PullAccepted"): "decode is asked to pull once prefill has ended, and nothing reserves again",
+    (
+        "reserving",
+        "CommitAccepted",
+    ): "decode is asked to commit once the record says COMMITTED, and nothing reserves again",
+    ("reserving", "PartsUnanswered"): "parts are asked for once decode has reserved, and nothing reserves again",
+    ("reserving", "PartsOverdue"): "parts are waited for once decode has reserved, and nothing reserves again",
+    (
+        "prefilling",
+        "CommitAccepted",
+    ): "decode is asked to commit once the record says COMMITTED, and nothing prefills again",
+    ("committed", "PlanFound"): _ONE_PLAN,
+    ("committed", "DecodeReserved"): _ONE_GRANT,
+    ("decoding", "PlanFound"): _ONE_PLAN,
+    ("decoding", "DecodeReserved"): _ONE_GRANT,
+    ("finished", "DeadlinePassed"): _SWEPT,
+    ("cancelled", "DeadlinePassed"): _SWEPT,
+    ("failed", "DeadlinePassed"): _SWEPT,
+}
+"""Pairs that no schedule can reach, and why: each event answers what was asked in some state, and states never go back."""
 
 
-def every_pair() -> Iterator[tuple[str, str]]:
+def pair_of(handoff: Handoff, event: Event) -> Pair | None:
+    """The state in which a handoff meets an event.
+
+    None where it made way for what another broker wrote: `step` drops all that comes then, in whatever state that one is.
+    """
+    if handoff.forgotten and not handoff.terminal:
+        return None
+    return handoff.state.value, type(event).__name__
+
+
+def every_pair() -> Iterator[Pair]:
     """Every state with every event."""
     for state in HandoffState:
         for event in get_args(Event):
             yield state.value, event.__name__
 
 
-def never_reached(pairs: set[tuple[str, str]]) -> list[tuple[str, str]]:
+def never_reached(pairs: set[Pair]) -> list[Pair]:
     """The pairs that should have been reached and were not."""
     return [pair for pair in every_pair() if pair not in pairs and pair not in UNREACHABLE]
 
 
-def coverage_lines(total: Campaign) -> Iterator[str]:
-    """What people read after a campaign."""
-    pairs = list(every_pair())
-    yield f"{len(total.pairs)} of {len(pairs)} pairs of a state and an event were reached:"
+def coverage_lines(pairs: Counter[Pair], seen: Counter[str]) -> Iterator[str]:
+    """What people read after a campaign: in how many schedules each pair was reached, and what happened how often."""
+    every = list(every_pair())
+    yield f"{len(pairs)} of {len(every) - len(UNREACHABLE)} pairs of a state and an event that can be reached were reached:"
     for state in HandoffState:
-        events = sorted(event for of, event in total.pairs if of == state.value)
-        yield f"    {state.value}: {', '.join(events)}"
+        events = sorted((event, count) for (of, event), count in pairs.items() if of == state.value)
+        yield f"    {state.value}: {', '.join(f'{event} {count}' for event, count in events)}"
     for pair, reason in UNREACHABLE.items():
         yield f"    cannot be reached: {pair[0]}, {pair[1]}: {reason}"
-    for missed in never_reached(total.pairs):
+    for missed in never_reached(set(pairs)):
         yield f"    never reached: {missed[0]}, {missed[1]}"
     yield "what happened:"
-    for what in sorted(total.seen):
-        yield f"    {total.seen[what]:8d} {what}"
+    for what in sorted(seen):
+        yield f"    {seen[what]:8d} {what}"

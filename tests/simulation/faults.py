@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
+import msgspec
+
+from tests.simulation.disturbance import Disturbances, disturbance
 from tests.simulation.plane import Weather
+from tests.simulation.plots import Fault, FaultKind
 from tests.simulation.processes import simulation_loop
-from tests.simulation.schedule import Fault, FaultKind
 from tests.simulation.sim_mesh import Seat, SimulatedMesh
 
 _WEATHER: Final = {
@@ -16,6 +19,10 @@ _WEATHER: Final = {
     FaultKind.BLACK_HOLE: Weather.BLACK_HOLE,
     FaultKind.RAGGED_LINK: Weather.RAGGED,
 }
+_BLINK_S: Final = 0.02
+_BLINK_EVERY_S: Final = 0.3
+_LOOK_EVERY_S: Final = 0.02
+_AT_READING: Final = 0.7
 
 
 class FaultPlayer:
@@ -23,6 +30,7 @@ class FaultPlayer:
 
     def __init__(self, mesh: SimulatedMesh) -> None:
         self._mesh = mesh
+        self._disturbances = Disturbances(mesh.noise)
         self.num_playing = 0
 
     def plan(self, faults: Iterable[Fault]) -> None:
@@ -47,13 +55,19 @@ class FaultPlayer:
         """Begin with a fault; returns what ends it."""
         mesh, server = self._mesh, self._mesh.server
         match fault.kind:
-            case FaultKind.NOISE:
-                return self._noise(fault)
+            case FaultKind.NOISE | FaultKind.LATE | FaultKind.STORE:
+                one = disturbance(fault.kind, fault.severity)
+                self._disturbances.begin(one)
+                return partial(self._disturbances.end, one)
+            case FaultKind.BLINK:
+                return self._blink(fault)
             case FaultKind.CRASH:
                 mesh.kill(fault.whom, restart_s=fault.for_s)
                 return _nothing
             case FaultKind.FREEZE:
                 return self._freeze(fault)
+            case FaultKind.OVERLAP:
+                return self._overlap(fault)
             case FaultKind.RANK:
                 for engine in mesh.seats[fault.whom].engines[:1]:
                     engine.lose()
@@ -80,19 +94,52 @@ class FaultPlayer:
                 mesh.plane.weather[fault.whom] = _WEATHER[fault.kind]
                 return lambda: mesh.plane.weather.update({fault.whom: Weather.FAIR})
 
-    def _noise(self, fault: Fault) -> Callable[[], None]:
-        noise = self._mesh.noise
-        noise.loss = 0.25 * fault.severity
-        noise.repeat = 0.3 * fault.severity
-        noise.max_delay_s = 0.3 * fault.severity
-        noise.store_loss = 0.1 * fault.severity
-        noise.answer_loss = 0.1 * fault.severity
-        noise.store_delay_s = 0.2 * fault.severity
+    def _blink(self, fault: Fault) -> Callable[[], None]:
+        """The bus is gone for an instant: what was under way is lost, and nobody knows whether it was done."""
+        server, loop = self._mesh.server, simulation_loop()
+        is_over = False
+
+        def blink() -> None:
+            if is_over:
+                return
+            if server.is_up:
+                server.go_down()
+                loop.call_outside(_BLINK_S, server.come_back)
+            loop.call_outside(_BLINK_EVERY_S * (0.5 + fault.severity), blink)
 
         def end() -> None:
-            noise.loss = noise.repeat = noise.max_delay_s = 0.0
-            noise.store_loss = noise.answer_loss = noise.store_delay_s = 0.0
+            nonlocal is_over
+            is_over = True
 
+        blink()
+        return end
+
+    def _overlap(self, fault: Fault) -> Callable[[], None]:
+        """Whoever leads stands still. It goes on soon after another one has read what was left, or has begun to lead."""
+        mesh, loop = self._mesh, simulation_loop()
+        leaders = [name for name in mesh.schedule.brokers if mesh.leads(name)]
+        if not leaders:
+            return _nothing
+        wake = self._freeze(msgspec.structs.replace(fault, whom=leaders[0]))
+        sign, wait_s = ("handoff_adopted", 0.3) if fault.severity < _AT_READING else ("leadership_began", 3.0)
+        count = mesh.verdicts.seen[sign]
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                wake()
+
+        def look() -> None:
+            if is_over:
+                return
+            if mesh.verdicts.seen[sign] == count:
+                loop.call_outside(_LOOK_EVERY_S, look)
+            else:
+                loop.call_outside(wait_s * fault.severity, end)
+
+        look()
         return end
 
     def _freeze(self, fault: Fault) -> Callable[[], None]:

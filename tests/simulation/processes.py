@@ -15,7 +15,10 @@ from common.runtime.virtual_time import VirtualTimeLoop
 
 
 class Process:
-    """One start of one service. `parked` is what it would have done since it stood still."""
+    """One start of one service. `parked` is what it would have done since it stood still.
+
+    Its tasks are kept to the end: nobody else may know of one that waits for ever, and then it would end whenever that is found out.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -23,12 +26,15 @@ class Process:
         self.is_dead = False
         self.parked: list[asyncio.Handle] = []
         self._context = Context()
+        self._tasks: list[asyncio.Task[None]] = []
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin a task of this process."""
         context = self._context.copy()
         context.run(_PROCESS.set, self)
-        return simulation_loop().create_task(work, name=self.name, context=context)
+        task = simulation_loop().create_task(work, name=self.name, context=context)
+        self._tasks.append(task)
+        return task
 
     @property
     def runs(self) -> bool:

@@ -8,27 +8,14 @@ from typing import Final
 
 import msgspec
 
+from tests.simulation.plots import WISHES, Fault, FaultKind, Plot, Wishes, faults_of
+
 NUM_REQUESTS: Final = (8, 12)
 NUM_FAULTS: Final = (3, 6)
 BLOCK_SIZE: Final = 4
 _SPAN_S: Final = 6.0
-_DEADLINES_S: Final = (8.0, 12.0, 18.0)
-
-
-class FaultKind(StrEnum):
-    """What goes wrong. Each lasts `for_s`."""
-
-    NOISE = "noise"  # messages are lost, repeated, late and out of order; store calls and their answers, too
-    CRASH = "crash"  # a process is killed, and started again after that time
-    FREEZE = "freeze"  # a process stands still, then wakes up
-    RANK = "rank"  # one rank of a worker dies: its worker ends and is started again
-    STEP = "step"  # a step fails on all ranks alike: once
-    PARTITION = "partition"  # one process is cut off from the bus
-    OUTAGE = "outage"  # the bus is down
-    STANDSTILL = "standstill"  # the bus stands still, and then does all that it was sent
-    SLOW_LINK = "slow_link"  # transfers between workers take a hundred times as long
-    BLACK_HOLE = "black_hole"  # transfers between workers do not arrive; senders give up, some arrive afterwards
-    RAGGED_LINK = "ragged_link"  # transfers arrive twice, half, not at all, or after their sender gave up
+_PLOTTED: Final = 0.5
+_BY_CHANCE: Final = tuple(kind for kind in FaultKind if kind is not FaultKind.OVERLAP)
 
 
 class Pulls(StrEnum):
@@ -37,16 +24,6 @@ class Pulls(StrEnum):
     NOTHING = "nothing"
     STATES = "states"
     ALL = "all"
-
-
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault. `whom` names a process or is empty; `severity` from 0 to 1 is how bad it is."""
-
-    kind: FaultKind
-    whom: str
-    at_s: float
-    for_s: float
-    severity: float
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +61,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     """A whole simulation. `revocable` is whether a transfer's memory can be taken back while it is under way."""
 
     seed: int
+    plot: Plot
     revocable: bool
     workers: tuple[WorkerPlan, ...]
     routers: tuple[str, ...]
@@ -100,17 +78,19 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 def make_schedule(seed: int) -> Schedule:
     """The schedule of a seed, always the same."""
     rng = random.Random(seed)
+    plot = rng.choice([each for each in Plot if each is not Plot.CHANCE]) if rng.random() < _PLOTTED else Plot.CHANCE
     workers = _workers(rng)
     routers = ("router-0",) if rng.random() < 0.7 else ("router-0", "router-1")
-    brokers = ("broker-0",) if rng.random() < 0.2 else ("broker-0", "broker-1")
+    brokers = ("broker-0",) if rng.random() < 0.2 and plot is not Plot.OVERLAP else ("broker-0", "broker-1")
     return Schedule(
         seed=seed,
+        plot=plot,
         revocable=rng.random() < 0.6,
         workers=workers,
         routers=routers,
         brokers=brokers,
-        asks=tuple(_ask(rng, number, routers) for number in range(rng.randint(*NUM_REQUESTS))),
-        faults=_faults(rng, workers, routers, brokers),
+        asks=tuple(_ask(rng, number, routers, WISHES[plot]) for number in range(rng.randint(*NUM_REQUESTS))),
+        faults=_faults(rng, plot, workers, routers, brokers),
     )
 
 
@@ -139,35 +119,42 @@ def _workers(rng: random.Random) -> tuple[WorkerPlan, ...]:
     return tuple(found)
 
 
-def _ask(rng: random.Random, number: int, routers: tuple[str, ...]) -> Ask:
-    is_tight = rng.random() < 0.15
+def _ask(rng: random.Random, number: int, routers: tuple[str, ...], wishes: Wishes) -> Ask:
+    is_tight = rng.random() < wishes.tight
+    most = 4 if rng.random() < wishes.short else 24
     return Ask(
         number=number,
         router=rng.choice(routers),
-        at_s=rng.uniform(0.0, _SPAN_S),
+        at_s=rng.uniform(0.0, wishes.span_s),
         num_prompt_tokens=rng.randint(1, 40),
-        max_tokens=1 if rng.random() < 0.15 else rng.randint(2, 24),
+        max_tokens=1 if rng.random() < wishes.single else rng.randint(2, most),
         seed=rng.getrandbits(48),
         temperature=rng.choice((0.0, 1.0)),
-        timeout_s=rng.uniform(0.05, 0.8) if is_tight else rng.choice(_DEADLINES_S),
-        leaves_after_s=rng.uniform(0.0, 1.5) if rng.random() < 0.2 else None,
+        timeout_s=rng.uniform(*wishes.tight_s) if is_tight else rng.choice(wishes.deadlines_s),
+        leaves_after_s=rng.uniform(0.0, 1.5) if rng.random() < wishes.leaves else None,
     )
 
 
 def _faults(
-    rng: random.Random, workers: tuple[WorkerPlan, ...], routers: tuple[str, ...], brokers: tuple[str, ...]
+    rng: random.Random,
+    plot: Plot,
+    workers: tuple[WorkerPlan, ...],
+    routers: tuple[str, ...],
+    brokers: tuple[str, ...],
 ) -> tuple[Fault, ...]:
-    everybody = (*brokers, *routers, *(worker.worker_id for worker in workers))
-    found = []
-    for _ in range(rng.randint(*NUM_FAULTS)):
-        kind = rng.choice(tuple(FaultKind))
+    names = tuple(worker.worker_id for worker in workers)
+    everybody = (*brokers, *routers, *names)
+    found = faults_of(plot, rng, workers=names, routers=routers, brokers=brokers)
+    least, most = NUM_FAULTS
+    for _ in range(rng.randint(max(0, least - len(found)), most - len(found))):
+        kind = rng.choice(_BY_CHANCE)
         match kind:
             case FaultKind.CRASH | FaultKind.FREEZE | FaultKind.PARTITION:
                 # The broker that leads is one of many processes, and the one whose faults matter most.
                 whom = brokers[0] if rng.random() < 0.2 else rng.choice(everybody)
             case FaultKind.RANK | FaultKind.STEP | FaultKind.SLOW_LINK | FaultKind.BLACK_HOLE | FaultKind.RAGGED_LINK:
                 whom = rng.choice(workers).worker_id
-            case FaultKind.NOISE | FaultKind.OUTAGE | FaultKind.STANDSTILL:
+            case _:
                 whom = ""
         found.append(
             Fault(

@@ -205,6 +205,11 @@ class SimulatedMesh:
         routers = [self.seats[name].router for name in self.schedule.routers]
         return all(router is not None and router.has_route for router in routers)
 
+    def leads(self, name: str) -> bool:
+        """Whether a broker leads, as far as it knows."""
+        leadership = self.seats[name].leadership
+        return leadership is not None and leadership.broker is not None
+
     def knows_end(self, handoff_id: str) -> bool:
         """Whether a broker that leads knows that a handoff has ended."""
         leaders = [seat.leadership.broker for seat in self.seats.values() if seat.leadership is not None]

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, Final
 
 from common.runtime.clock import Clock
+from tests.simulation.coverage import Pair
 
 _NEVER: Final = frozenset(
     {
@@ -31,7 +32,7 @@ class Verdicts:
     def __init__(self, *, traced: bool = False) -> None:
         self.violations: list[str] = []
         self.seen: Counter[str] = Counter()
-        self.pairs: set[tuple[str, str]] = set()
+        self.pairs: set[Pair] = set()
         self.lines: list[str] = []
         self._traced = traced
         self.clock: Clock | None = None

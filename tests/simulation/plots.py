@@ -1,0 +1,115 @@
+"""Plots: faults that belong together, and requests to suit them. They lead to places that faults by chance hardly ever find.
+
+Every handoff has moments that last no longer than a message is under way. Something rare happens there only when messages, the
+store or a broker's takeover are slow at that very time: a plot makes them so, and chance does the rest.
+"""
+
+from __future__ import annotations
+
+import random
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+_LEASE_S: Final = 10.0
+
+
+class FaultKind(StrEnum):
+    """What goes wrong. Each lasts `for_s`."""
+
+    NOISE = "noise"  # messages are lost, repeated, late and out of order; store calls and their answers, too
+    LATE = "late"  # messages and answers are late, and out of order; hardly one is lost
+    STORE = "store"  # the store is slow, and loses calls and answers
+    BLINK = "blink"  # the bus is down for an instant, again and again
+    CRASH = "crash"  # a process is killed, and started again after that time
+    FREEZE = "freeze"  # a process stands still, then wakes up
+    OVERLAP = "overlap"  # the broker that leads stands still, and wakes up in the middle of another one's takeover
+    RANK = "rank"  # one rank of a worker dies: its worker ends and is started again
+    STEP = "step"  # a step fails on all ranks alike: once
+    PARTITION = "partition"  # one process is cut off from the bus
+    OUTAGE = "outage"  # the bus is down
+    STANDSTILL = "standstill"  # the bus stands still, and then does all that it was sent
+    SLOW_LINK = "slow_link"  # transfers between workers take a hundred times as long
+    BLACK_HOLE = "black_hole"  # transfers between workers do not arrive; senders give up, some arrive afterwards
+    RAGGED_LINK = "ragged_link"  # transfers arrive twice, half, not at all, or after their sender gave up
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault. `whom` names a process or is empty; `severity` from 0 to 1 is how bad it is."""
+
+    kind: FaultKind
+    whom: str
+    at_s: float
+    for_s: float
+    severity: float
+
+
+class Plot(StrEnum):
+    """What a schedule is about, beside faults by chance."""
+
+    CHANCE = "chance"  # nothing more
+    LATE_ANSWERS = "late_answers"  # whatever was asked is answered when something else has happened
+    SLOW_STORE = "slow_store"  # ends wait for the store, past deadlines, too
+    TAKEOVER = "takeover"  # the leader is gone, and the next one has slow answers
+    OVERLAP = "overlap"  # the leader was frozen, and is back while the next one begins
+    ROUTERS = "routers"  # routers die while messages are late
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests are like, as shares of all: tight deadlines, a single token, few tokens, clients that leave."""
+
+    tight: float = 0.15
+    tight_s: tuple[float, float] = (0.05, 0.8)
+    single: float = 0.15
+    short: float = 0.0
+    leaves: float = 0.2
+    span_s: float = 6.0
+    deadlines_s: tuple[float, ...] = (8.0, 12.0, 18.0)
+
+
+WISHES: Final[dict[Plot, Wishes]] = {
+    Plot.CHANCE: Wishes(),
+    Plot.LATE_ANSWERS: Wishes(short=0.6, leaves=0.3),
+    Plot.SLOW_STORE: Wishes(tight=0.7, tight_s=(0.1, 2.0), single=0.3, short=0.5),
+    Plot.TAKEOVER: Wishes(tight=0.0, single=0.5, short=0.4, leaves=0.1, deadlines_s=(14.0, 18.0, 24.0)),
+    Plot.OVERLAP: Wishes(tight=0.0, single=0.0, short=0.8, leaves=0.05, deadlines_s=(18.0, 24.0)),
+    Plot.ROUTERS: Wishes(tight=0.0, short=0.5, leaves=0.0),
+}
+
+
+def faults_of(
+    plot: Plot, rng: random.Random, *, workers: tuple[str, ...], routers: tuple[str, ...], brokers: tuple[str, ...]
+) -> list[Fault]:
+    """The faults that a plot needs."""
+    at = rng.uniform(0.3, 4.0)
+
+    def fault(kind: FaultKind, at_s: float, for_s: float, whom: str = "") -> Fault:
+        return Fault(kind=kind, whom=whom, at_s=max(0.0, at_s), for_s=for_s, severity=rng.random())
+
+    def crash(whom: tuple[str, ...], earliest_s: float, latest_s: float) -> Fault:
+        return fault(FaultKind.CRASH, rng.uniform(earliest_s, latest_s), rng.uniform(0.02, 0.3), rng.choice(whom))
+
+    match plot:
+        case Plot.CHANCE:
+            return []
+        case Plot.LATE_ANSWERS:
+            late, store = fault(FaultKind.LATE, 0.0, 8.0), fault(FaultKind.STORE, at, rng.uniform(0.5, 4.0))
+            return [late, store, crash(workers, 0.2, 6.0), crash(workers, 0.2, 6.0)]
+        case Plot.SLOW_STORE:
+            disturbed = [fault(FaultKind.STORE, 0.0, 8.0), fault(FaultKind.LATE, 0.0, rng.uniform(3.0, 8.0))]
+            blinks = fault(FaultKind.BLINK, rng.uniform(0.0, 4.0), rng.uniform(1.0, 4.0))
+            return [*disturbed, blinks] if rng.random() < 0.6 else disturbed
+        case Plot.TAKEOVER:
+            ends = fault(FaultKind.CRASH, at, rng.uniform(0.5, 14.0), brokers[0])
+            before = fault(FaultKind.STORE, at - 1.0, 1.5)
+            after = at + _LEASE_S - rng.uniform(0.0, 4.0)
+            slow = [fault(FaultKind.LATE, after, 6.0), fault(FaultKind.STORE, after, 6.0)]
+            return [before, ends, *slow, crash(workers, after, after + 4.0)]
+        case Plot.OVERLAP:
+            overlap = fault(FaultKind.OVERLAP, at, 1.5 * _LEASE_S)
+            store = fault(FaultKind.STORE, at + rng.uniform(-1.0, 6.0), 1.5 * _LEASE_S)
+            late = fault(FaultKind.LATE, at - 0.5, rng.choice((1.0, 1.5 * _LEASE_S)))
+            return [late, overlap, store]
+        case Plot.ROUTERS:
+            return [fault(FaultKind.LATE, 0.0, 8.0), *(crash(routers, 0.2, 6.0) for _ in range(3))]
