@@ -69,6 +69,7 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     rpc_ms: float | None = None
     enqueue_ms: float | None = None
     total_ms: float | None = None
+    response_prepare_ms: float | None = None
     response_rpc_ms: float | None = None
     first_token_prepare_ms: float | None = None
     first_token_rpc_ms: float | None = None

@@ -184,6 +184,7 @@ class PrefillFinished(Versioned, frozen=True, kw_only=True, tag="prefill_finishe
 
     With a `finish_reason` the first token ended the request, with an `error` the prefill failed: then there is no commit.
     `source` is the right to read its cache, where decode pulls; `digests` are those of every part, where decode verifies.
+    `response_prepare_ms` is what it took from the first token to this message.
     """
 
     handoff_id: Token
@@ -194,6 +195,7 @@ class PrefillFinished(Versioned, frozen=True, kw_only=True, tag="prefill_finishe
     num_cached_tokens: Whole = 0
     queue_ms: float = 0.0
     compute_ms: float = 0.0
+    response_prepare_ms: float = 0.0
     source: Grant | None = None
     digests: tuple[PartDigest, ...] = ()
 

@@ -28,6 +28,8 @@ class Phase(StrEnum):
     """From then to the first token."""
     PUSH = "push"
     """What one source rank was busy with copying cache, all of its parts together. Once for each source rank."""
+    RESPONSE_PREPARE = "response_prepare"
+    """Prefill has the first token; to the moment at which its report to the broker is ready to be sent."""
     LOCK = "lock"
     """The request's lock is held: decode may pull its cache."""
     PULL_WAIT = "pull_wait"
@@ -64,7 +66,11 @@ PULL_PHASES: Final = frozenset({Phase.LOCK, Phase.PULL_WAIT, Phase.PULL_MERGE, P
 _FIELDS: Final[dict[EventName, tuple[tuple[str, Phase], ...]]] = {
     EventName.DECODE_RESERVED: (("prepare_ms", Phase.RESERVE_PREPARE), ("rpc_ms", Phase.RESERVE_RPC)),
     EventName.PREFILL_ACCEPTED: (("rpc_ms", Phase.RUN_RPC),),
-    EventName.PREFILL_FINISHED: (("prepare_ms", Phase.PREFILL_QUEUE), ("duration_ms", Phase.PREFILL_COMPUTE)),
+    EventName.PREFILL_FINISHED: (
+        ("prepare_ms", Phase.PREFILL_QUEUE),
+        ("duration_ms", Phase.PREFILL_COMPUTE),
+        ("response_prepare_ms", Phase.RESPONSE_PREPARE),
+    ),
     EventName.RANK_PUSHED: (("duration_ms", Phase.PUSH),),
     EventName.REQUEST_UNLOCKED: (
         ("duration_ms", Phase.LOCK),

@@ -193,6 +193,7 @@ class PrefillService(WorkerService):
         except EngineError as error:
             self._fail(sequence, error.info)
             return
+        prefill.response_prepare_ms = (self.clock.monotonic_ns() - ended_ns) / 1e6
         prefill.finished = PrefillFinished(
             handoff_id=sequence.handoff_id,
             incarnation=self.incarnation,
@@ -200,6 +201,7 @@ class PrefillService(WorkerService):
             finish_reason=reason,
             queue_ms=prefill.queue_ms,
             compute_ms=prefill.compute_ms,
+            response_prepare_ms=prefill.response_prepare_ms,
             source=self._source(sequence),
             digests=digests,
         )

@@ -36,6 +36,7 @@ class Prefill(msgspec.Struct, kw_only=True):
     verify: bool = False
     started_ns: int = 0
     computed_ns: int = 0
+    response_prepare_ms: float | None = None
     response_rpc_ms: float | None = None
     finished: PrefillFinished | None = None
     layers: LayerTimes = msgspec.field(default_factory=LayerTimes)
@@ -131,6 +132,7 @@ class Telling:
                 queue_ms=prefill.queue_ms if prefill.started_ns else None,
                 compute_ms=prefill.compute_ms if prefill.computed_ns else None,
                 push_ms={str(report.source_rank): report.push_ms for report in pushed},
+                response_prepare_ms=prefill.response_prepare_ms,
                 response_rpc_ms=prefill.response_rpc_ms,
             )
 

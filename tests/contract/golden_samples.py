@@ -275,6 +275,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         rpc_ms=0.25,
         enqueue_ms=0.125,
         total_ms=2.5,
+        response_prepare_ms=0.25,
         response_rpc_ms=0.75,
         first_token_prepare_ms=0.5,
         first_token_rpc_ms=0.125,

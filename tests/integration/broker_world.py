@@ -350,7 +350,12 @@ class World:
 
     async def finish_prefill(self, **changes: Any) -> Accepted | Refused:
         """Say that the prompt is computed."""
-        values: dict[str, Any] = {"first_token": 5, "queue_ms": 2.0, "compute_ms": 8.0} | changes
+        values: dict[str, Any] = {
+            "first_token": 5,
+            "queue_ms": 2.0,
+            "compute_ms": 8.0,
+            "response_prepare_ms": 1.25,
+        } | changes
         if self.pulled:
             values = {"source": SOURCE} | values
         message = PrefillFinished(handoff_id=HANDOFF, **({"incarnation": PREFILL.incarnation} | values))

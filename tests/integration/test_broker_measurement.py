@@ -110,7 +110,7 @@ def test_every_phase_is_in_the_events_in_one_line_and_in_a_histogram() -> None:
         assert (line["state"], line["finish_reason"], line["num_tokens"]) == ("finished", "length", 12)
         assert (line["bytes"], line["num_parts"]) == (4000, samples(world, "pdmesh_broker_parts_total")[()])
         assert line["duration_ms"] == told[Phase.TOTAL, ""]
-        assert told[Phase.RESPONSE_RPC, ""] == 0.75
+        assert (told[Phase.RESPONSE_PREPARE, ""], told[Phase.RESPONSE_RPC, ""]) == (1.25, 0.75)
 
     in_world(scenario)
 

@@ -3,11 +3,22 @@
 from typing import Any
 
 import msgspec
+import pytest
 
+from common.engine.fake import FakeEngine
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode
-from contracts.handoff import PrefillFinished, Released, RequestEnded, Reserved, ReserveDecode, RunMixed, TakenOver
+from contracts.handoff import (
+    PartDigest,
+    PrefillFinished,
+    Released,
+    RequestEnded,
+    Reserved,
+    ReserveDecode,
+    RunMixed,
+    TakenOver,
+)
 from contracts.requests import (
     Accepted,
     CancelWork,
@@ -73,6 +84,32 @@ def test_a_handoff_from_reserve_to_release() -> None:
                 part.ranges == (((0, len(PROMPT)),) if part.role in {"key", "value"} else ((0, 1),))
                 for part in report.parts
             )
+
+    in_mesh(scenario)
+
+
+def test_what_it_takes_from_the_first_token_to_its_report_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where decode verifies, the digests are made in between; that is no part of the computing."""
+    digest = FakeEngine.digest
+
+    async def slow(self: FakeEngine, *args: Any) -> tuple[PartDigest, ...]:
+        await self._clock.sleep(0.2)
+        return await digest(self, *args)
+
+    monkeypatch.setattr(FakeEngine, "digest", slow)
+
+    async def scenario(mesh: Mesh) -> None:
+        await pair(mesh)
+        for verify, least_ms, most_ms in ((False, 0.0, 1.0), (True, 200.0, 201.0)):
+            handoff = f"r{verify:d}-0"
+            await mesh.send_prompt("prefill", "prefill-0", handoff)
+            reserved = await mesh.reserve(handoff=handoff)
+            assert isinstance(reserved, Reserved)
+            assert await mesh.run(reserved, verify=verify) == Accepted(handoff_id=handoff)
+            finished = await mesh.heard.get()
+            assert isinstance(finished, PrefillFinished)
+            assert least_ms <= finished.response_prepare_ms <= most_ms
+            assert finished.compute_ms < 200.0
 
     in_mesh(scenario)
 

@@ -166,7 +166,8 @@ def test_a_life_from_submit_to_the_last_token() -> None:
     assert effects == ()
 
     digests = (PartDigest(namespace=Namespace.TARGET, role=Role.KEY, layer=0, destination_rank=0, digest="aa"),)
-    handoff, effects = finished(handoff, queue_ms=2.0, compute_ms=30.0, num_cached_tokens=8, digests=digests)
+    says = {"queue_ms": 2.0, "compute_ms": 30.0, "response_prepare_ms": 0.5, "num_cached_tokens": 8, "digests": digests}
+    handoff, effects = finished(handoff, **says)
     assert effects == (
         told(
             EventName.PREFILL_FINISHED,
@@ -175,6 +176,7 @@ def test_a_life_from_submit_to_the_last_token() -> None:
             prepare_ms=2.0,
             duration_ms=30.0,
             total_ms=32.0,
+            response_prepare_ms=0.5,
             num_tokens=32,
         ),
         fx.CheckParts(after_ms=50),

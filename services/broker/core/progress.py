@@ -178,6 +178,7 @@ def prefill_ended(turn: Turn, message: PrefillFinished) -> None:
         prepare_ms=message.queue_ms,
         duration_ms=message.compute_ms,
         total_ms=message.queue_ms + message.compute_ms,
+        response_prepare_ms=message.response_prepare_ms,
         num_tokens=handoff.record.num_prompt_tokens - message.num_cached_tokens,
     )
     if message.finish_reason is not None:
