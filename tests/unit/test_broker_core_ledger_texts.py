@@ -124,7 +124,7 @@ def test_what_is_missing_is_told_with_its_gaps() -> None:
 
 
 def test_progress_counts_parts_and_bytes_of_each_source() -> None:
-    """A source that has said nothing has brought nothing; parts that owe nothing are done."""
+    """A source that has said nothing has brought nothing; parts that owe nothing do not count."""
     opened = ledger(KEY, VALUE, STATE)
     assert opened.owes
     assert opened.open_by(Transfer.PUSH)
@@ -140,7 +140,8 @@ def test_progress_counts_parts_and_bytes_of_each_source() -> None:
     assert [one.num_done for one in whole.progress] == [2, 1]
     assert [one.source_rank for one in whole.reports] == [0, 2]
     cached = ledger(KEY, cached=40)
-    assert (cached.owes, cached.closed, cached.progress[0].num_done) == (False, True, 1)
+    assert (cached.owes, cached.closed, cached.progress[0].num_done) == (False, True, 0)
+    assert (whole.num_owed_parts, cached.num_owed_parts, cached.num_parts((Transfer.PUSH, 0))) == (3, 0, 0)
 
 
 def test_a_draft_cache_owes_nothing_at_its_first_position() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from contracts.handoff import PartDone, PartsReport
@@ -122,6 +123,19 @@ def test_blocks_of_another_context_parallel_rank_are_not_owed() -> None:
     assert fresh.take(report((part, ((20, 32),)))).closed
     with pytest.raises(LedgerError, match="not owed"):
         fresh.take(report((part, ((20, 40),))))
+
+
+def test_a_rank_of_a_group_that_gets_no_block_counts_nowhere() -> None:
+    """Of one block rank 0 gets all: the part of rank 1 is closed from the start, and is neither owed nor done in what people see."""
+    parts = [msgspec.structs.replace(KEY, dst_rank=rank, modulus=2, residue=rank) for rank in (0, 1)]
+    fresh = ledger(*parts, num_cached_tokens=32)
+    assert [fresh.owed(part) for part in parts] == [((32, 40),), ()]
+    assert (fresh.num_owed_parts, fresh.num_parts((Transfer.PUSH, 0))) == (1, 1)
+    (before,) = fresh.progress
+    assert (before.num_done, before.num_parts) == (0, 1)
+    closed = fresh.take(report((parts[0], ((32, 40),))))
+    assert closed.closed
+    assert [(one.num_done, one.num_parts) for one in closed.progress] == [(1, 1)]
 
 
 def test_a_pulled_part_is_owed_by_decode() -> None:

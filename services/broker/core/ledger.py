@@ -118,18 +118,18 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def progress(self) -> tuple[SourceProgress, ...]:
-        """How much of what each source owes has arrived."""
+        """How much of what each source owes has arrived. Parts that owe nothing do not count."""
         progress: list[SourceProgress] = []
         for (transfer, rank), debt in self.debts:
             report = self.report_of((transfer, rank))
-            num_done = len(debt)
+            num_parts = num_done = _num_owing(debt)
             if (transfer, rank) not in self.closed_sources:
-                num_done = sum(((transfer, rank), name) in self.closed_parts for name, _ in debt)
+                num_done = sum(((transfer, rank), name) in self.closed_parts for name, ranges in debt if ranges)
             progress.append(
                 SourceProgress(
                     transfer=transfer,
                     source_rank=rank,
-                    num_parts=len(debt),
+                    num_parts=num_parts,
                     num_done=num_done,
                     num_bytes=0 if report is None else report.num_bytes,
                 )
@@ -257,8 +257,13 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return (*incomplete, *complete)
 
     def num_parts(self, source: Source) -> int:
-        """How many parts the plan asks of one source."""
-        return next((len(debt) for one, debt in self.debts if one == source), 0)
+        """How many parts the plan asks of one source, for this prompt: of a short one some ranks get no block."""
+        return next((_num_owing(debt) for one, debt in self.debts if one == source), 0)
+
+    @property
+    def num_owed_parts(self) -> int:
+        """How many parts must bring something."""
+        return sum(_num_owing(debt) for _, debt in self.debts)
 
 
 def _changed(before: tuple[PartDone, ...], after: tuple[PartDone, ...]) -> tuple[dict[PartName, Ranges], ...]:
@@ -269,6 +274,10 @@ def _changed(before: tuple[PartDone, ...], after: tuple[PartDone, ...]) -> tuple
             break
         num_same += 1
     return _listed(before[num_same:]), _listed(after[num_same:])
+
+
+def _num_owing(debt: Debt) -> int:
+    return sum(bool(ranges) for _, ranges in debt)
 
 
 def _listed(parts: Iterable[PartDone]) -> dict[PartName, Ranges]:

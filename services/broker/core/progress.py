@@ -127,7 +127,7 @@ def parts_reported(turn: Turn, report: PartsReport) -> None:
     if ledger.closed and not handoff.ledger.closed:
         turn.publish(
             EventName.LEDGER_CLOSED,
-            num_parts=len(ledger.planned),
+            num_parts=ledger.num_owed_parts,
             num_bytes=ledger.num_bytes,
             started_ns=handoff.asked_ns,
             duration_ms=turn.since(handoff.asked_ns),
