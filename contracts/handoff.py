@@ -316,7 +316,8 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
 
     It holds what another broker needs to send any message of the handoff again. `num_cached_tokens` were at decode before
     (they came with the grant), `num_prefill_cached_tokens` at prefill (they come with its end). `traceparent` is the W3C trace of
-    the broker's hop.
+    the broker's hop. `submitted_at` and `deadline_at` are wall times in RFC 3339 by the clock of the broker that began it; the first
+    is "" where that was not written down.
 
     Who owns what: `grant` names the blocks, the slot and the staging row at decode and their generation, `source` those at prefill
     that decode may read; `lock` is held while decode pulls, `shards` say how far each pull is, `progress` how much has arrived.
@@ -334,6 +335,7 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
     prompt_hash: str
     sampling: SamplingParams
     deadline_at: str
+    submitted_at: str = ""
     traceparent: str = ""
     router_incarnation: Token | None = None
     num_delivered_tokens: Whole = 0

@@ -150,10 +150,14 @@ def _checked(key: str, record: HandoffRecord) -> HandoffRecord:
     """The record, if it can be one that a broker has written. Raises `CodecError`."""
     if record.handoff_id != key:
         raise CodecError(f"handoff_id: {record.handoff_id!r} stands at the key {key!r}", param="handoff_id")
-    try:
-        deadline = dt.datetime.fromisoformat(record.deadline_at)
-    except ValueError:
-        deadline = None
-    if deadline is None or deadline.tzinfo is None:
-        raise CodecError(f"deadline_at: {record.deadline_at[:40]!r} is no time of RFC 3339", param="deadline_at")
+    moments = {"deadline_at": record.deadline_at}
+    if record.submitted_at:
+        moments["submitted_at"] = record.submitted_at
+    for param, text in moments.items():
+        try:
+            moment = dt.datetime.fromisoformat(text)
+        except ValueError:
+            moment = None
+        if moment is None or moment.tzinfo is None:
+            raise CodecError(f"{param}: {text[:40]!r} is no time of RFC 3339", param=param)
     return record

@@ -16,7 +16,7 @@ from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
 from common.runtime.trace import current_trace, next_hop, within
 from contracts.errors import CodecError, ErrorCode, ErrorInfo, PdmeshError
-from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
+from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.pull import PullEnded
 from contracts.requests import (
     Accepted,
@@ -29,7 +29,7 @@ from contracts.show import HandoffView
 from contracts.trace import TRACEPARENT, TraceContext, read_trace
 from services.broker.calls import Calls
 from services.broker.core import messages
-from services.broker.core.deadline_text import seconds_left, write_deadline
+from services.broker.core.deadline_text import seconds_left, seconds_until, write_deadline
 from services.broker.core.effects import AnswerSubmit, Effect, Forget, Measured, Publish
 from services.broker.core.events import (
     Adopted,
@@ -40,6 +40,7 @@ from services.broker.core.events import (
     PartsReported,
     PrefillEnded,
     PullOver,
+    RecordUnwritten,
     RouterGone,
     Submitted,
     WorkerEnded,
@@ -58,9 +59,12 @@ from services.broker.presence import Presence
 from services.broker.records import Records
 from services.broker.router_presence import RouterPresence
 from services.broker.settings import BrokerSettings
+from services.broker.strays import Strays
 
 SWEEP_EVERY_S: Final = 0.1
 _TASKS_A_HANDOFF: Final = 16
+_STRAYS_AFTER_S: Final = 30.0
+"""How long after its broker has forgotten a handoff a record of it that has not ended is looked for."""
 _MAX_REASON_CHARS: Final = 500
 
 
@@ -120,6 +124,16 @@ class Broker:
             is_known=lambda handoff_id: self._handoffs.get(handoff_id) is not None,
         )
         """Takes back what workers hold for nobody: who watches `PD_WORKERS` feeds this."""
+        self.strays = Strays(
+            records,
+            clock,
+            log,
+            fence=fence,
+            pause_s=settings.keep_ended_s + _STRAYS_AFTER_S,
+            is_known=lambda handoff_id: self._handoffs.get(handoff_id) is not None,
+            take=self._take_stray,
+        )
+        """Ends records that nobody goes on with: its `run` is a task of the broker."""
         self._performer = Performer(
             bus,
             clock,
@@ -275,17 +289,39 @@ class Broker:
     async def recover(self) -> int:
         """Take over what an earlier broker left behind; return how much that is. Raises `BusError`."""
         left_over = await self._records.left_over(self._unreadable)
-        now_ns = self._clock.monotonic_ns()
         for record, revision in left_over:
-            deadline = Deadline.after(self._clock, seconds_left(record.deadline_at, self._clock.wall_time()))
-            deadline_ns = now_ns + round(deadline.remaining * 1e9)
-            event = Adopted(at_ns=now_ns, record=record, revision=revision, deadline_ns=deadline_ns)
-            handoff, effects = adopt(event, self._policy)
-            trace = next_hop(read_trace({TRACEPARENT: record.traceparent}))
-            with within(trace):
-                self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
-            self._keep(handoff, effects, deadline, trace)
+            self._adopt(record, revision)
+        if left_over:
+            self.strays.expect()  # whoever led before may only stand still
         return len(left_over)
+
+    def _adopt(self, record: HandoffRecord, revision: int) -> Live:
+        now_ns = self._clock.monotonic_ns()
+        deadline = Deadline.after(self._clock, seconds_left(record.deadline_at, self._clock.wall_time()))
+        deadline_ns = now_ns + round(deadline.remaining * 1e9)
+        event = Adopted(
+            at_ns=now_ns,
+            record=record,
+            revision=revision,
+            deadline_ns=deadline_ns,
+            begun_ns=self._submitted_ns(record, now_ns),
+        )
+        handoff, effects = adopt(event, self._policy)
+        trace = next_hop(read_trace({TRACEPARENT: record.traceparent}))
+        with within(trace):
+            self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
+        return self._keep(handoff, effects, deadline, trace)
+
+    def _take_stray(self, record: HandoffRecord, revision: int) -> None:
+        """End what nobody goes on with: whoever asked for it was refused, or has asked again."""
+        now_ns = self._clock.monotonic_ns()
+        self._adopt(record, revision).tell(CancelRequested(at_ns=now_ns, reason="it was left behind by its broker"))
+
+    def _submitted_ns(self, record: HandoffRecord, now_ns: int) -> int:
+        """When it was submitted, by this process's clock; now if its record does not say, or says a moment that is to come."""
+        if not record.submitted_at:
+            return now_ns
+        return now_ns + min(0, round(seconds_until(record.submitted_at, self._clock.wall_time()) * 1e9))
 
     def _unreadable(self, key: str, error: CodecError) -> None:
         self._log.error("handoff_record_unreadable", handoff_id=key, error_code=error.code, reason=error.message)
@@ -318,6 +354,8 @@ class Broker:
         """One step of one handoff; returns what is to be done about it that takes time."""
         before = live.handoff
         live.handoff, effects = step(before, event)
+        if isinstance(event, RecordUnwritten):
+            self.strays.expect()
         self._observer.moved(before, live.handoff)
         jobs = self._perform(live, effects)
         live.stepped()

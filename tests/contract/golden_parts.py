@@ -160,6 +160,7 @@ RECORD: Final = handoff.HandoffRecord(
     prompt_hash="ab12",
     sampling=SAMPLING,
     deadline_at="2030-01-01T00:00:00.000+00:00",
+    submitted_at="2029-12-31T23:59:00.000+00:00",
     traceparent=TRACE.traceparent,
     router_incarnation="i0r",
     num_delivered_tokens=3,

@@ -99,6 +99,23 @@ def test_a_handoff_goes_on_while_prefill_computes(heard: str) -> None:
     in_world(scenario)
 
 
+def test_the_total_begins_at_the_submit_whoever_ends_it() -> None:
+    """The next broker counts on from what the record says: five seconds lay between submit and death."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        assert await world.submit() == OK
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        await world.clock.sleep(5)
+        await next_broker(world)
+        remembers(world)
+        await ends_well(world)
+        (end,) = [event for event in await world.events() if event.event is EventName.REQUEST_FINISHED]
+        assert end.total_ms is not None
+        assert 5_000 <= end.total_ms < 60_000
+
+    in_world(scenario)
+
+
 def test_a_handoff_goes_on_whose_record_is_behind() -> None:
     """The bucket knows of nothing but the submit: decode is asked for its grant, and answers with the one that it gave."""
 

@@ -37,6 +37,7 @@ RECORD = HandoffRecord(
         b"\xff\xfe",
         encode(RECORD),  # of another key
         *(encode(replace(RECORD, handoff_id="r0-0", deadline_at=each)) for each in ("", "soon", "2030-01-01T00:00:00")),
+        encode(replace(RECORD, handoff_id="r0-0", submitted_at="soon")),
     ],
 )
 async def test_unreadable_records_are_told_and_passed_over(garbage: bytes) -> None:

@@ -279,7 +279,7 @@ def crash(world: World, offer: Offer, always: tuple[ev.Event, ...]) -> Iterator[
     keys = {world.key} | ({world.older} if world.handoff.writing is not None else set())
     for key in keys - {None}:
         assert key is not None
-        event = ev.Adopted(at_ns=0, record=key[0], revision=key[1], deadline_ns=1_000_000_000)
+        event = ev.Adopted(at_ns=0, record=key[0], revision=key[1], deadline_ns=1_000_000_000, begun_ns=0)
         handoff, effects = adopt(event, Policy(fence=2))
         after = World(
             handoff=handoff,

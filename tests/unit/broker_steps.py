@@ -121,8 +121,8 @@ def record(state: HandoffState, **says: Any) -> HandoffRecord:
 
 
 def adopted(state: HandoffState, **says: Any) -> tuple[Handoff, Effects]:
-    """The first step of a new broker, at 1 s."""
-    event = ev.Adopted(at_ns=SECOND, record=record(state, **says), revision=8, deadline_ns=11 * SECOND)
+    """The first step of a new broker, at 1 s; the submit was at 0."""
+    event = ev.Adopted(at_ns=SECOND, record=record(state, **says), revision=8, deadline_ns=11 * SECOND, begun_ns=0)
     return adopt(event, POLICY)
 
 

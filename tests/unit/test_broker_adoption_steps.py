@@ -249,7 +249,7 @@ def test_an_ended_record_is_told_again_to_all_whom_it_concerns(state: HandoffSta
     """The broker that wrote it may have told nobody: memory comes back, the router hears of a failure; people are not told twice."""
     error = ErrorInfo(code=ErrorCode.WORKER_LOST, message="gone") if state is HandoffState.FAILED else None
     ended = record(state, error=error)
-    event = ev.Adopted(at_ns=SECOND, record=ended, revision=8, deadline_ns=11 * SECOND)
+    event = ev.Adopted(at_ns=SECOND, record=ended, revision=8, deadline_ns=11 * SECOND, begun_ns=0)
     handoff, effects = adopt(event, POLICY)
     releases = of(effects, fx.AskRelease)
     assert {release.role for release in releases} == {WorkerRole.PREFILL, WorkerRole.DECODE}

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from contracts.errors import ErrorCode, ErrorInfo
+from contracts.events import EventName
 from contracts.handoff import HandoffState, RequestEnded, TakenOver
 from contracts.manifest import PlannedPart, Role
 from contracts.pull import RequestLock
@@ -45,7 +46,8 @@ def plan(*parts: PlannedPart, block_size: int = 16) -> ev.PlanFound:
 def test_a_record_of_the_same_term_is_not_written_again() -> None:
     """The bucket holds it already, at the revision at which it was found."""
     known = replace(record(HandoffState.PREFILLING), fence=POLICY.fence)
-    handoff, effects = adopt(ev.Adopted(at_ns=SECOND, record=known, revision=8, deadline_ns=11 * SECOND), POLICY)
+    event = ev.Adopted(at_ns=SECOND, record=known, revision=8, deadline_ns=11 * SECOND, begun_ns=0)
+    handoff, effects = adopt(event, POLICY)
     assert not of(effects, fx.StoreRecord)
     assert handoff.stored == known
     assert (handoff.revision, handoff.told) == (8, frozenset({WorkerRole.PREFILL, WorkerRole.DECODE}))
@@ -87,6 +89,38 @@ def test_a_decoding_record_has_everything_behind_it() -> None:
     assert (handoff.verdict.state, handoff.verdict.finish_reason) == (HandoffState.FINISHED, FinishReason.LENGTH)
     (release,) = of(effects, fx.AskRelease)
     assert (release.role, release.message.reason) == (WorkerRole.PREFILL, "the request has ended")
+
+
+def test_the_total_of_an_adopted_handoff_begins_at_its_submit() -> None:
+    """Not at the adoption: it was submitted at 0 s, adopted at 1 s, and ends at 3 s."""
+    handoff, _ = adopted(HandoffState.DECODING)
+    handoff, _ = stored(handoff)
+    ended = RequestEnded(handoff_id="r1-0", incarnation="id", num_tokens=8, finish_reason=FinishReason.LENGTH)
+    handoff, _ = step(handoff, ev.WorkerEnded(at_ns=3 * SECOND, message=ended))
+    event = ev.RecordStored(at_ns=3 * SECOND, write=handoff.num_writes, revision=handoff.revision + 1)
+    _, effects = step(handoff, event)
+    (told,) = (each for each in of(effects, fx.Publish) if each.name is EventName.REQUEST_FINISHED)
+    assert told.fields["total_ms"] == 3000
+
+
+def test_a_record_says_when_it_was_submitted() -> None:
+    """In wall time, so that any other broker can go on counting: 10 s before the deadline."""
+    handoff, _ = begin(submitted(), POLICY)
+    assert handoff.record.submitted_at == "2030-01-01T00:00:00.000+00:00"
+
+
+@pytest.mark.parametrize(("response_rpc_ms", "told"), [(None, 0), (0.75, 1)])
+def test_a_release_that_an_earlier_broker_told_is_not_told_again(response_rpc_ms: float | None, told: int) -> None:
+    """Prefill that knows nothing of a request that decode has taken over had been released; if it does know it, this is the release."""
+    handoff, _ = adopted(HandoffState.DECODING)
+    handoff, _ = stored(handoff)
+    ended = RequestEnded(handoff_id="r1-0", incarnation="id", num_tokens=8, finish_reason=FinishReason.LENGTH)
+    handoff, _ = step(handoff, ev.WorkerEnded(at_ns=3 * SECOND, message=ended))
+    settled = ev.ReleaseSettled(
+        at_ns=4 * SECOND, role=WorkerRole.PREFILL, acknowledged=True, response_rpc_ms=response_rpc_ms
+    )
+    _, effects = step(handoff, settled)
+    assert [each.name for each in of(effects, fx.Publish)] == [EventName.PREFILL_RELEASED] * told
 
 
 def test_a_committed_record_without_its_token_breaks_the_protocol() -> None:

@@ -68,6 +68,7 @@ RECORD = HandoffRecord(
     prompt_hash="h",
     sampling=SAMPLING,
     deadline_at="2030-01-01T00:00:10+00:00",
+    submitted_at="2030-01-01T00:00:00.000+00:00",
     traceparent="",
     router_incarnation="ir",
     num_delivered_tokens=3,

@@ -29,7 +29,7 @@ def adopted(event: Adopted, policy: Policy) -> Turn:
         policy=policy,
         record=record,
         deadline_ns=event.deadline_ns,
-        begun_ns=event.at_ns,
+        begun_ns=event.begun_ns,
         stored=event.record,
         revision=event.revision,
         submit_answered=True,

@@ -1,4 +1,4 @@
-"""A deadline as it stands in a record: wall time in RFC 3339, so that another broker and people can read it. Pure."""
+"""Moments as they stand in a record: wall time in RFC 3339, so that another broker and people can read them. Pure."""
 
 from __future__ import annotations
 
@@ -17,4 +17,9 @@ def moment_before(deadline_at: str, seconds: float) -> str:
 
 def seconds_left(deadline_at: str, wall_time: float) -> float:
     """Seconds from `wall_time` to the deadline; 0 once it has passed. Raises `ValueError` for what is no time."""
-    return max(0.0, dt.datetime.fromisoformat(deadline_at).timestamp() - wall_time)
+    return max(0.0, seconds_until(deadline_at, wall_time))
+
+
+def seconds_until(moment: str, wall_time: float) -> float:
+    """Seconds from `wall_time` to a moment, negative once it has passed. Raises `ValueError` for what is no time."""
+    return dt.datetime.fromisoformat(moment).timestamp() - wall_time

@@ -49,12 +49,13 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adopted(msgspec.Struct, frozen=True, kw_only=True):
-    """A broker has started and found the record of a handoff that has not ended."""
+    """A broker has started and found the record of a handoff that has not ended, submitted at `begun_ns` by its own clock."""
 
     at_ns: int
     record: HandoffRecord
     revision: int
     deadline_ns: int
+    begun_ns: int
 
 
 class PlanFound(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,9 @@ from services.broker.core.effects import Publish
 from services.broker.core.handoff import Handoff, Verdict
 
 
-def first_record(submit: SubmitRequest, *, fence: int, deadline_at: str, traceparent: str = "") -> HandoffRecord:
+def first_record(
+    submit: SubmitRequest, *, fence: int, deadline_at: str, submitted_at: str = "", traceparent: str = ""
+) -> HandoffRecord:
     """The record with which a handoff begins."""
     return HandoffRecord(
         handoff_id=submit.handoff_id,
@@ -40,6 +42,7 @@ def first_record(submit: SubmitRequest, *, fence: int, deadline_at: str, tracepa
         prompt_hash=submit.prompt_hash,
         sampling=submit.sampling,
         deadline_at=deadline_at,
+        submitted_at=submitted_at,
         traceparent=traceparent,
         router_incarnation=submit.router_incarnation,
         num_delivered_tokens=submit.num_delivered_tokens,

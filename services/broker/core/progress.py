@@ -338,7 +338,11 @@ def settle(turn: Turn, event: ReleaseSettled) -> None:
     if role not in handoff.release_asked or role in handoff.settled:
         return
     turn.set(settled=handoff.settled | {role})
-    if event.acknowledged:
+    # Prefill holds what it has reported until it is released: if it knows nothing of it, the broker before has told people.
+    told_before = (
+        handoff.adopted and handoff.taken_over and role is WorkerRole.PREFILL and event.response_rpc_ms is None
+    )
+    if event.acknowledged and not told_before:
         name = EventName.PREFILL_RELEASED if role is WorkerRole.PREFILL else EventName.DECODE_RELEASED
         turn.publish(name, rpc_ms=event.rpc_ms, response_rpc_ms=event.response_rpc_ms)
         turn.measured(event.prompt)

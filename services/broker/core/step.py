@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from services.broker.core import adoption, messages, progress, pulling, writes
+from services.broker.core.deadline_text import moment_before
 from services.broker.core.events import (
     Adopted,
     AskRefused,
@@ -58,7 +59,11 @@ from services.broker.core.writes import pump
 def begin(event: Submitted, policy: Policy) -> Outcome:
     """A handoff that nobody knows yet: write its record before anybody is asked for anything."""
     record = messages.first_record(
-        event.submit, fence=policy.fence, deadline_at=event.deadline_at, traceparent=event.traceparent
+        event.submit,
+        fence=policy.fence,
+        deadline_at=event.deadline_at,
+        submitted_at=moment_before(event.deadline_at, (event.deadline_ns - event.at_ns) / 1e9),
+        traceparent=event.traceparent,
     )
     handoff = Handoff(
         policy=policy,

@@ -35,6 +35,8 @@ def _facts(view: HandoffView) -> Iterator[tuple[str, str]]:
     delivered = f", {record.num_delivered_tokens} of them delivered before" if record.num_delivered_tokens else ""
     yield "prompt", f"{record.num_prompt_tokens:,} tokens{delivered}, {record.num_cached_tokens:,} cached at decode"
     yield "router", record.router_id + (f" ({record.router_incarnation})" if record.router_incarnation else "")
+    if record.submitted_at:
+        yield "submitted", record.submitted_at
     yield "deadline", f"{record.deadline_at}; fence {record.fence}"
     yield "grant", _grant(record.grant)
     yield "source", _grant(record.source)
