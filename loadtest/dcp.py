@@ -45,6 +45,7 @@ def measure_steps(settings: DcpSettings, report: Report, say: Say, num_cores: in
     cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
     found: list[StepFigures] = []
     meeting_ns = _meeting_ns()
+    say(f"two ranks meet in {meeting_ns / 1e3:.0f} µs")
     for tp in settings.ranks:
         simulated = tp > cores
         say(f"{tp} ranks{f', of which one is real: there are {cores} cores' if simulated else ''}")

@@ -11,18 +11,20 @@ from common.engine.collectives.tensors import sum_into
 
 
 class Stopwatch:
-    """What the calls of a group and of those split from it took, waiting for other ranks included."""
+    """What the calls of a group and of those split from it took: in all, waiting included, and of the thread's processor time."""
 
-    def __init__(self, now_ns: Callable[[], int]) -> None:
+    def __init__(self, now_ns: Callable[[], int], cpu_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
-        self._began_ns = 0
-        self.spent_ns = 0
+        self._cpu_ns = cpu_ns
+        self._began_ns = self._began_cpu_ns = 0
+        self.spent_ns = self.spent_cpu_ns = 0
         self.num_calls = 0
 
     def __enter__(self) -> None:
-        self._began_ns = self._now_ns()
+        self._began_ns, self._began_cpu_ns = self._now_ns(), self._cpu_ns()
 
     def __exit__(self, *_: object) -> None:
+        self.spent_cpu_ns += self._cpu_ns() - self._began_cpu_ns
         self.spent_ns += self._now_ns() - self._began_ns
         self.num_calls += 1
 

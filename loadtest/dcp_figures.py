@@ -18,8 +18,9 @@ _MS: Final = 1e6
 class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of `tp` ranks, `dcp` of which share the blocks of a KV head, behind `num_tokens` tokens.
 
-    A step is as long as that of its slowest rank. `num_bytes` is what attention has to read on the rank that holds most; rates in
-    GB/s (1e9 bytes) of one rank. `is_simulated`: the other ranks were not there.
+    A step is as long as that of its slowest rank, and takes as much processor time (`cpu`) as the busiest. `num_bytes` is what
+    attention has to read on the rank that holds most; rates in GB/s (1e9 bytes) of one rank's processor time. `is_simulated`: the
+    other ranks were not there.
     """
 
     tp: int
@@ -27,7 +28,9 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     is_simulated: bool
     step_ms: Spread
+    cpu_ms: Spread
     collective_share: float
+    collective_cpu_share: float
     num_collectives: int
     num_bytes: int
     attention_gb_per_s: float
@@ -53,7 +56,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 class Crossover(msgspec.Struct, frozen=True, kw_only=True):
     """From what length on a step with `dcp` is the faster one. `num_tokens` None: it never stays so; 0: at each.
 
-    `speedup` is that at the longest context. Both by medians, and by the fastest steps, which other work on the machine spoils less.
+    `speedup` is that at the longest context. Both by the time of steps, and by processor time, which is what a step takes but for
+    waiting: other work on the machine does not spoil it.
     """
 
     tp: int
@@ -61,8 +65,8 @@ class Crossover(msgspec.Struct, frozen=True, kw_only=True):
     is_simulated: bool
     num_tokens: float | None
     speedup: float
-    num_tokens_fastest: float | None
-    speedup_fastest: float
+    num_tokens_cpu: float | None
+    speedup_cpu: float
 
 
 class CacheBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,10 +92,11 @@ def step_figures(
     is_simulated: bool,
 ) -> StepFigures:
     """Sum up what each rank has told. Raises `PdmeshError` when there is nothing."""
-    slowest = [max(each.step_ns for each in together) / _MS for together in zip(*steps, strict=True)]
-    step_ms = spread(slowest)
+    together = list(zip(*steps, strict=True))
+    step_ms = spread([max(each.step_ns for each in ranks) / _MS for ranks in together])
+    cpu_ms = spread([max(each.step_cpu_ns for each in ranks) / _MS for ranks in together])
     every = [each for rank in reads for each in rank]
-    if step_ms is None or not every:
+    if step_ms is None or cpu_ms is None or not every:
         raise PdmeshError("no step was measured")
     flat = [each for rank in steps for each in rank]
     return StepFigures(
@@ -100,11 +105,13 @@ def step_figures(
         num_tokens=num_tokens,
         is_simulated=is_simulated,
         step_ms=step_ms,
+        cpu_ms=cpu_ms,
         collective_share=sum(each.collective_ns for each in flat) / sum(each.step_ns for each in flat),
+        collective_cpu_share=sum(each.collective_cpu_ns for each in flat) / sum(each.step_cpu_ns for each in flat),
         num_collectives=flat[0].num_collectives,
         num_bytes=max(each.num_bytes for each in every),
-        attention_gb_per_s=median([each.num_bytes / each.attention_ns for each in every]),
-        read_gb_per_s=median([each.num_bytes / each.read_ns for each in every]),
+        attention_gb_per_s=median([each.num_bytes / each.attention_cpu_ns for each in every]),
+        read_gb_per_s=median([each.num_bytes / each.read_cpu_ns for each in every]),
     )
 
 
@@ -136,8 +143,8 @@ def crossover(alone: Sequence[StepFigures], shared: Sequence[StepFigures]) -> Cr
         is_simulated=last.is_simulated,
         num_tokens=where(lambda each: each.step_ms.p50),
         speedup=alone[-1].step_ms.p50 / last.step_ms.p50,
-        num_tokens_fastest=where(lambda each: each.step_ms.low),
-        speedup_fastest=alone[-1].step_ms.low / last.step_ms.low,
+        num_tokens_cpu=where(lambda each: each.cpu_ms.p50),
+        speedup_cpu=alone[-1].cpu_ms.p50 / last.cpu_ms.p50,
     )
 
 
@@ -153,9 +160,10 @@ def report_steps(report: Report, figures: Sequence[StepFigures]) -> None:
                 str(each.dcp),
                 number(each.step_ms.p50),
                 number(alone.step_ms.p50 / each.step_ms.p50),
-                number(each.step_ms.low),
-                number(alone.step_ms.low / each.step_ms.low),
+                number(each.cpu_ms.p50),
+                number(alone.cpu_ms.p50 / each.cpu_ms.p50),
                 percent(each.collective_share, 1),
+                percent(each.collective_cpu_share, 1),
                 str(each.num_collectives),
                 number(each.num_bytes / (1 << 20), 1),
                 number(each.attention_gb_per_s),
@@ -169,9 +177,10 @@ def report_steps(report: Report, figures: Sequence[StepFigures]) -> None:
         "dcp",
         "step ms p50",
         "dcp 1 over it",
-        "fastest",
+        "CPU ms p50",
         "dcp 1 over it",
         "in collectives",
+        "of CPU",
         "calls",
         "MiB to read",
         "attention GB/s",
@@ -204,8 +213,8 @@ def report_crossovers(report: Report, found: Sequence[Crossover]) -> None:
             str(each.dcp),
             _length(each.num_tokens),
             number(each.speedup),
-            _length(each.num_tokens_fastest),
-            number(each.speedup_fastest),
+            _length(each.num_tokens_cpu),
+            number(each.speedup_cpu),
         )
         for each in found
     )
@@ -214,10 +223,10 @@ def report_crossovers(report: Report, found: Sequence[Crossover]) -> None:
         "dcp",
         "pays from tokens",
         "at the longest, times",
-        "by fastest steps, from",
+        "by CPU time, from",
         "at the longest, times",
     )
-    title = "from what length on sharing the blocks pays, by lines through medians and through the fastest steps"
+    title = "from what length on sharing the blocks pays, by lines through the medians of step and of processor time"
     report.add(Table(title=title, header=header, rows=rows))
     report.put("crossovers", tuple(found))
 

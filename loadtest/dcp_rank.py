@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import thread_time_ns
 from typing import Final
 
 import torch
@@ -24,6 +25,7 @@ from common.runtime.clock import SystemClock
 from loadtest.dcp_collectives import SimulatedCollectives, Stopwatch, TimedCollectives
 from loadtest.dcp_shape import BLOCK_TOKENS, attention_bytes, blocks_for, long_context_model, rank_region
 from loadtest.dcp_times import RankPlace, ReadTime, StepTime
+from loadtest.statistics import median
 
 _SCALE: Final = 0.05
 _PATIENCE_S: Final = 60.0
@@ -49,7 +51,7 @@ class StepRank:
     def __init__(self, place: RankPlace, memory: PassedFd | None, sizes: tuple[int, ...], num_tokens: int) -> None:
         """`num_tokens` is the longest context. `memory` is the group's, unless it is simulated."""
         torch.set_num_threads(1)
-        self._stopwatch = Stopwatch(_clock.monotonic_ns)
+        self._stopwatch = Stopwatch(_clock.monotonic_ns, thread_time_ns)
         group: Collectives
         if memory is None:
             group = SimulatedCollectives(place.tp, place.meeting_ns or 0, _clock.monotonic_ns)
@@ -67,12 +69,14 @@ class StepRank:
         return self._models[dcp]
 
     def meeting_ns(self, count: int) -> int:
-        """How long `count` meetings of the ranks take, each."""
+        """How long a meeting of the ranks takes: the median of `count`, after one that waits for whoever is late."""
         self._group.barrier()
-        began_ns = _clock.monotonic_ns()
+        times = []
         for _ in range(count):
+            began_ns = _clock.monotonic_ns()
             self._group.barrier()
-        return (_clock.monotonic_ns() - began_ns) // count
+            times.append(_clock.monotonic_ns() - began_ns)
+        return round(median(times))
 
     def logits(self, dcp: int, num_tokens: int) -> tuple[float, ...] | None:
         """What one step behind `num_tokens` tokens gives, from forgotten states; None on ranks that do not sample."""
@@ -87,13 +91,15 @@ class StepRank:
         found = []
         for _ in range(count + 1):
             self._group.barrier()
-            before_ns, before_calls = watch.spent_ns, watch.num_calls
-            began_ns = _clock.monotonic_ns()
+            before = watch.spent_ns, watch.spent_cpu_ns, watch.num_calls
+            began_ns, began_cpu_ns = _clock.monotonic_ns(), thread_time_ns()
             model.step(num_tokens)
             took = StepTime(
+                step_cpu_ns=thread_time_ns() - began_cpu_ns,
                 step_ns=_clock.monotonic_ns() - began_ns,
-                collective_ns=watch.spent_ns - before_ns,
-                num_collectives=watch.num_calls - before_calls,
+                collective_ns=watch.spent_ns - before[0],
+                collective_cpu_ns=watch.spent_cpu_ns - before[1],
+                num_collectives=watch.num_calls - before[2],
             )
             found.append(took)
         return tuple(found[1:])
@@ -160,19 +166,18 @@ class ShardedModel:
         caches = self.caches
         view = SequenceView(block_ids=self._block_ids(num_tokens), start=num_tokens, num_tokens=1)
         metadata = self._geometry.build((view,))
-        began_ns = _clock.monotonic_ns()
-        for layer in caches.key:
-            paged_attention(self._query, caches.key[layer], caches.value[layer], metadata, self._device)
-        attended_ns = _clock.monotonic_ns()
         held = local_length(num_tokens + 1, BLOCK_TOKENS, self._dcp, self._rank % self._dcp)
         numel = held * long_context_model().head_dim
-        plain_ns = _clock.monotonic_ns()
+        began_ns = thread_time_ns()
+        for layer in caches.key:
+            paged_attention(self._query, caches.key[layer], caches.value[layer], metadata, self._device)
+        attended_ns = thread_time_ns()
         for layer in caches.key:
             caches.key[layer].view(-1)[:numel].sum()
             caches.value[layer].view(-1)[:numel].sum()
         return ReadTime(
-            attention_ns=attended_ns - began_ns,
-            read_ns=_clock.monotonic_ns() - plain_ns,
+            attention_cpu_ns=attended_ns - began_ns,
+            read_cpu_ns=thread_time_ns() - attended_ns,
             num_bytes=attention_bytes(num_tokens, dcp=self._dcp, rank=self._rank),
         )
 

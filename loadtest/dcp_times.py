@@ -14,16 +14,21 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """One decode step of a rank, in ns, and what of it was spent in how many collectives."""
+    """One decode step of a rank, in ns, and what of it was spent in how many collectives.
+
+    `_cpu_ns` is what of it the rank's thread was at work: without waiting for others, and without other work on its core.
+    """
 
     step_ns: int
+    step_cpu_ns: int
     collective_ns: int
+    collective_cpu_ns: int
     num_collectives: int
 
 
 class ReadTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Attention of all layers alone, beside one plain pass over as many bytes of the same memory. In ns."""
+    """Attention of all layers alone, beside one plain pass over as many bytes of the same memory. Processor time, in ns."""
 
-    attention_ns: int
-    read_ns: int
+    attention_cpu_ns: int
+    read_cpu_ns: int
     num_bytes: int

@@ -29,6 +29,7 @@ from services.launcher.arguments import SHIPPED_MODEL
 from services.launcher.core.byte_size import read_size, shown_size
 from services.launcher.core.cuts import Cut, cuts_of
 from services.launcher.core.estimate import Estimate, make_estimate
+from services.launcher.core.estimate_table import render_estimate
 from services.launcher.core.rank_weights import num_parameters, rank_weight_bytes
 from services.launcher.core.worker_estimate import Capacity, WorkerSize, estimate_worker
 from services.launcher.show_estimate import EstimateRequest, estimate_of
@@ -312,3 +313,70 @@ def test_a_plan_is_made_without_torch(large: str) -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stderr == "False\n"
+
+
+TABLES = """\
+model: 2,551,696 parameters, hidden size 192, 4 layers
+  1 with full attention: 8 query heads, 2 KV heads of 32
+  3 with linear attention: 8 key heads of 32, 8 value heads of 32
+
+legal cuts
+  tp  dcp      KV heads a rank  ranks with the same
+  1   1                      2                    1
+  2   1                      1                    1
+  4   1, 2                   1                    2
+  8   1, 2, 4                1                    4
+not legal
+  dcp 2 at tp 2: divides the 1 ranks that hold one KV head at tp 2
+  dcp 4 at tp 4: divides the 2 ranks that hold one KV head at tp 4
+  dcp 8 at tp 8: divides the 4 ranks that hold one KV head at tp 8
+  tp 16, tp 32: divides num_attention_heads (8)
+
+prefill worker: tp 1, dcp 1, dp 1, float32, blocks of 16 tokens; a request of 100 tokens takes
+  rank  query heads  KV heads  key heads  value heads  group.place  tokens  blocks        KV      conv       ssm     in all  weights
+  0     0-7          0-1       0-7        0-7          0.0             100       7  56.0 KiB  27.0 KiB  96.0 KiB  179.0 KiB  9.7 MiB
+  all                                                                            7  56.0 KiB  27.0 KiB  96.0 KiB  179.0 KiB  9.7 MiB
+  4.0 MiB a rank are too few for the weights alone
+
+decode worker: tp 4, dcp 2, dp 2, float32, blocks of 16 tokens; a request of 100 tokens takes
+  rank  query heads  KV heads  key heads  value heads  group.place  tokens  blocks        KV      conv       ssm     in all  weights
+  0     0-1          0         0-1        0-1          0.0              52       4  16.0 KiB   6.8 KiB  24.0 KiB   46.8 KiB  2.5 MiB
+  1     2-3          0         2-3        2-3          0.1              48       4  16.0 KiB   6.8 KiB  24.0 KiB   46.8 KiB  2.5 MiB
+  2     4-5          1         4-5        4-5          1.0              52       4  16.0 KiB   6.8 KiB  24.0 KiB   46.8 KiB  2.5 MiB
+  3     6-7          1         6-7        6-7          1.1              48       4  16.0 KiB   6.8 KiB  24.0 KiB   46.8 KiB  2.5 MiB
+  all                                                                           16  64.0 KiB  27.0 KiB  96.0 KiB  187.0 KiB  9.8 MiB
+  4.0 MiB a rank leave 1.5 MiB behind the weights, for caches and all that computing takes
+  the longest request alone: 12,256 tokens (the model ends at 8,192)
+  requests of 100 tokens at once: 33 in each replica: num_blocks=132,num_slots=33
+
+what a handoff of 100 tokens moves from prefill ranks to decode ranks
+  from  to   parts        KV     states     in all
+  0     0        8  13.0 KiB   30.8 KiB   43.8 KiB
+  0     1        8  12.0 KiB   30.8 KiB   42.8 KiB
+  0     2        8  13.0 KiB   30.8 KiB   43.8 KiB
+  0     3        8  12.0 KiB   30.8 KiB   42.8 KiB
+  0     all     32  50.0 KiB  123.0 KiB  173.0 KiB
+  moved 177,152 bytes, needed 177,152 bytes: ratio 1.00, in 32 parts
+"""
+
+
+def test_tables_say_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Word for word: the model, its cuts, both workers, what fits and what does not, and who sends how much to whom."""
+    words = ["--prefill", "tp=1", "--decode", "tp=4,dcp=2,dp=2", "--memory", "4MiB", "--tokens", "100"]
+    assert run(["plan", "--model", str(SHIPPED_MODEL), *words]) == EXIT_CLEAN
+    assert capsys.readouterr().out == TABLES
+
+
+def test_memory_without_room_for_a_block_is_told() -> None:
+    """The weights fit, and nothing else does; where one request fits and two do not, no settings are missing."""
+    config = load_config(SHIPPED_MODEL)
+    sizes = _size("prefill", 1, dtype=Dtype.FLOAT32), _size("decode", 8, 4, dtype=Dtype.FLOAT32)
+    weights = rank_weight_bytes(RankShard(config=config, tp_size=8), Dtype.FLOAT32)
+
+    def told(left_bytes: int) -> str:
+        return render_estimate(make_estimate(config, *sizes, num_tokens=8192, memory_bytes=weights + left_bytes))
+
+    assert (
+        "leave 8.8 KiB behind the weights, for caches and all that computing takes\n  not one block and one state fit\n"
+    ) in told(9000)
+    assert "  the longest request alone: 1,152 tokens\n  requests of 8,192 tokens at once: 0\n" in told(100_000)

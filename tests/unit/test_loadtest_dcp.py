@@ -174,7 +174,8 @@ def test_simulated_ranks_bring_zeros() -> None:
 def test_time_in_collectives_is_added_up_over_groups() -> None:
     """What a sub-group does counts as well; a barrier is no part of a step."""
     now_ns = iter(range(0, 1000, 10))
-    watch = Stopwatch(lambda: next(now_ns))
+    cpu_ns = iter(range(0, 1000, 3))
+    watch = Stopwatch(lambda: next(now_ns), lambda: next(cpu_ns))
     group = TimedCollectives(SimulatedCollectives(2, 0, lambda: 0), watch)
     tensor = torch.ones(2, 2)
     group.all_reduce_sum(tensor)
@@ -183,36 +184,43 @@ def test_time_in_collectives_is_added_up_over_groups() -> None:
     group.gather_to(0, tensor)
     group.broadcast(0, tensor)
     group.barrier()
-    assert (watch.num_calls, watch.spent_ns) == (5, 50)
+    assert (watch.num_calls, watch.spent_ns, watch.spent_cpu_ns) == (5, 50, 15)
 
 
 def test_the_slowest_rank_makes_the_step() -> None:
     """Steps of the ranks belong together by their order; shares and rates are over all ranks."""
-    steps = [[StepTime(step_ns=4 * MS, collective_ns=MS, num_collectives=3)] * 2, [_step(2, 1), _step(6, 3)]]
-    reads = [
-        [ReadTime(attention_ns=200, read_ns=100, num_bytes=400)],
-        [ReadTime(attention_ns=50, read_ns=25, num_bytes=100)],
-    ]
+    steps = [[_step(4, 1, cpu_ms=3)] * 2, [_step(2, 1, cpu_ms=2), _step(6, 3, cpu_ms=5)]]
+    reads = [[ReadTime(attention_cpu_ns=200, read_cpu_ns=100, num_bytes=400)]]
+    reads.append([ReadTime(attention_cpu_ns=50, read_cpu_ns=25, num_bytes=100)])
     found = step_figures(2, 2, 64, steps, reads, is_simulated=False)
     assert (found.step_ms.low, found.step_ms.high) == (4, 6)
-    assert found.collective_share == 6 / 16
+    assert (found.cpu_ms.low, found.cpu_ms.high) == (3, 5)
+    assert (found.collective_share, found.collective_cpu_share) == (6 / 16, 4 / 13)
     assert (found.num_bytes, found.attention_gb_per_s, found.read_gb_per_s, found.ratio) == (400, 2, 4, 0.5)
     with pytest.raises(PdmeshError, match="no step"):
         step_figures(2, 2, 64, [[], []], reads, is_simulated=False)
 
 
-def _step(step_ms: int, collective_ms: int) -> StepTime:
-    return StepTime(step_ns=step_ms * MS, collective_ns=collective_ms * MS, num_collectives=3)
+def _step(step_ms: int, collective_ms: int, *, cpu_ms: int) -> StepTime:
+    return StepTime(
+        step_ns=step_ms * MS,
+        step_cpu_ns=cpu_ms * MS,
+        collective_ns=collective_ms * MS,
+        collective_cpu_ns=MS,
+        num_collectives=3,
+    )
 
 
-def _figures(dcp: int, num_tokens: int, p50: float, low: float) -> StepFigures:
+def _figures(dcp: int, num_tokens: int, step_ms: float, cpu_ms: float) -> StepFigures:
     return StepFigures(
         tp=4,
         dcp=dcp,
         num_tokens=num_tokens,
         is_simulated=True,
-        step_ms=Spread(count=1, p50=p50, p99=p50, low=low, high=p50),
+        step_ms=Spread(count=1, p50=step_ms, p99=step_ms, low=step_ms, high=step_ms),
+        cpu_ms=Spread(count=1, p50=cpu_ms, p99=cpu_ms, low=cpu_ms, high=cpu_ms),
         collective_share=0.25,
+        collective_cpu_share=0.2,
         num_collectives=22,
         num_bytes=1,
         attention_gb_per_s=1.0,
@@ -221,7 +229,7 @@ def _figures(dcp: int, num_tokens: int, p50: float, low: float) -> StepFigures:
 
 
 def test_the_length_from_which_it_pays_is_where_the_lines_meet() -> None:
-    """10 + L/100 and 15 + L/200 ms meet at 1,000 tokens; by the fastest steps at none; where it pays at once, at 0."""
+    """10 + L/100 and 15 + L/200 ms meet at 1,000 tokens; by processor time at none; where it pays at once, at 0."""
     lengths = (400, 800, 4000)
     alone = [_figures(1, length, 10 + length / 100, 5.0) for length in lengths]
     shared = [_figures(2, length, 15 + length / 200, 6.0) for length in lengths]
@@ -230,9 +238,9 @@ def test_the_length_from_which_it_pays_is_where_the_lines_meet() -> None:
     assert [line.at_zero_ms, line.per_token_ms] == pytest.approx([15, 1 / 200])
     two, four = crossovers([*alone, *shared, *better])
     assert two.num_tokens == pytest.approx(1000)
-    assert [two.speedup, two.speedup_fastest] == pytest.approx([50 / 35, 5 / 6])
-    assert (two.dcp, two.num_tokens_fastest) == (2, None)
-    assert (four.dcp, four.num_tokens, four.num_tokens_fastest) == (4, 0, 0)
+    assert [two.speedup, two.speedup_cpu] == pytest.approx([50 / 35, 5 / 6])
+    assert (two.dcp, two.num_tokens_cpu) == (2, None)
+    assert (four.dcp, four.num_tokens, four.num_tokens_cpu) == (4, 0, 0)
     report = _report()
     report_steps(report, [*alone, *shared, *better])
     assert "\n4 (simulated) 2 1,000 1.43 at no length 0.83\n4 (simulated) 4 0 3.33 0 1.25\n" in _squeezed(report)

@@ -97,6 +97,9 @@ def _worker_lines(config: ModelConfig, worker: WorkerEstimate) -> Iterator[str]:
 def _capacity_lines(config: ModelConfig, worker: WorkerEstimate, capacity: Capacity) -> Iterator[str]:
     size, length = worker.size, worker.request.num_tokens
     memory, left = shown_size(capacity.memory_bytes), shown_size(capacity.left_bytes)
+    if not capacity.left_bytes:
+        yield f"  {memory} a rank are too few for the weights alone"
+        return
     yield f"  {memory} a rank leave {left} behind the weights, for caches and all that computing takes"
     if not capacity.num_tokens:
         yield "  not one block and one state fit"
