@@ -87,17 +87,14 @@ def test_a_plan_is_printed_block_by_block() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    """Nothing at all on the prefill worker; on the decode worker one request and no more."""
+    """On the decode worker one request fits and no more."""
     lines = render_estimate(estimate(1 << 18)).splitlines()
     for line in (
-        "  256.0 KiB a rank leave 0 B behind the weights, for caches and all that computing takes",
-        "  not one block and one state fit",
         "  256.0 KiB a rank leave 80.4 KiB behind the weights, for caches and all that computing takes",
         "  the longest request alone: 2,080 tokens (the model ends at 2,048)",
         "  requests of 1,000 tokens at once: 1 in each replica: num_blocks=32,num_slots=1",
     ):
         assert line in lines
-    assert len(lines) == 38
 
 
 def test_a_single_replica_is_not_spoken_of() -> None:
