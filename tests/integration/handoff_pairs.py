@@ -92,6 +92,7 @@ async def start_worker(
     dcp: int = 1,
     memories: Memories | None = None,
     transport: str = "shm",
+    dtype: str = "float32",
     num_staging_rows: int = 0,
     failpoints: str = "",
     open_plane: Callable[[StartRank, Clock], DataPlane] = open_data_plane,
@@ -130,6 +131,7 @@ async def start_worker(
             failpoints=failpoints,
             max_step_tokens=BUDGET,
             max_step_sequences=NUM_SLOTS,
+            dtype=dtype,
             transport=transport,
             transport_dir=str(sockets),
         )

@@ -67,14 +67,14 @@ def paged_parts(mesh: Mesh) -> list[PartDone]:
     return [part for report in last.values() for part in report.parts if part.role in PAGED]
 
 
-@pytest.mark.parametrize("num_prompt", [len(PROMPT), 10])
+@pytest.mark.parametrize(("num_prompt", "dp"), [(len(PROMPT), 1), (10, 1), (len(PROMPT), 2)])
 @pytest.mark.parametrize("transfer", Transfer)
-def test_each_rank_of_a_group_gets_its_blocks(transfer: Transfer, num_prompt: int) -> None:
+def test_each_rank_of_a_group_gets_its_blocks(transfer: Transfer, num_prompt: int, dp: int) -> None:
     """Pushed or pulled, the parts name every second block, a prompt of one block is owed to half of the ranks; the ledger closes."""
 
     async def scenario(mesh: Mesh) -> None:
         pulls: dict[str, Any] = {"transfer": transfer, "pull": PulledRoles.ALL} if transfer is Transfer.PULL else {}
-        await pair(mesh, tp=4, dcp=2, **pulls)
+        await pair(mesh, tp=4, dcp=2, dp=dp, **pulls)
         mesh.prompts[HANDOFF] = tuple(PROMPT[:num_prompt])
         await mesh.send_prompt("prefill", "prefill-0")
         reserved = await mesh.reserve()
