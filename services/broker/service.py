@@ -1,0 +1,435 @@
+"""The broker's shell: every handoff that it knows, and what feeds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Final
+
+from common.bus.handoff_events import HandoffEvents
+from common.bus.port import Bus
+from common.bus.rpc import RefusedError
+from common.runtime.clock import Clock, Deadline
+from common.runtime.lifecycle import Log
+from common.runtime.metrics import Metrics
+from common.runtime.tasks import BoundedTasks
+from common.runtime.trace import current_trace, next_hop, within
+from contracts.errors import CodecError, ErrorCode, ErrorInfo, PdmeshError
+from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, TakenOver
+from contracts.pull import PullEnded
+from contracts.requests import (
+    Accepted,
+    CancelRequest,
+    SubmitRequest,
+    TokenFrame,
+    WorkerRef,
+)
+from contracts.show import HandoffView
+from contracts.trace import TRACEPARENT, TraceContext, read_trace
+from services.broker.calls import Calls
+from services.broker.core import messages
+from services.broker.core.deadline_text import seconds_left, seconds_until, write_deadline
+from services.broker.core.effects import AnswerSubmit, Effect, Forget, Measured, Publish
+from services.broker.core.events import (
+    Adopted,
+    CancelRequested,
+    DeadlinePassed,
+    DecodeTookOver,
+    Event,
+    PartsReported,
+    PrefillEnded,
+    PullOver,
+    RecordUnwritten,
+    RouterGone,
+    Submitted,
+    WorkerEnded,
+    WorkerGone,
+)
+from services.broker.core.handoff import Handoff, Policy, refusal, same_identity
+from services.broker.core.step import adopt, begin, step
+from services.broker.core.submission import check_submit
+from services.broker.core.view import view, view_of_record
+from services.broker.live import Live, LiveHandoffs, Outcomes
+from services.broker.observer import Observer
+from services.broker.orphans import Orphans
+from services.broker.performer import Job, Performer
+from services.broker.plans import PairPlan, Plans
+from services.broker.presence import Presence
+from services.broker.records import Records
+from services.broker.router_presence import RouterPresence
+from services.broker.settings import BrokerSettings
+from services.broker.strays import Strays
+
+SWEEP_EVERY_S: Final = 0.1
+_TASKS_A_HANDOFF: Final = 16
+_STRAYS_AFTER_S: Final = 30.0
+"""How long after its broker has forgotten a handoff a record of it that has not ended is looked for."""
+_MAX_REASON_CHARS: Final = 500
+
+
+class Broker:
+    """Owns the handoffs of one partition. Everything that happens to one goes through `feed`, in one order."""
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        *,
+        bus: Bus,
+        clock: Clock,
+        log: Log,
+        metrics: Metrics,
+        group: asyncio.TaskGroup,
+        records: Records,
+        plans: Plans,
+        calls: Calls,
+        fence: int,
+        is_mute: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._settings = settings
+        self.metrics = metrics
+        self._bus = bus
+        self._clock = clock
+        self._log = log
+        self._plans = plans
+        self._records = records
+        self._policy = Policy(
+            fence=fence,
+            tombstone_margin_ms=settings.tombstone_margin_ms,
+            parts_query_ms=settings.parts_query_ms,
+        )
+        self._handoffs = LiveHandoffs(keep_ended_s=settings.keep_ended_s, max_ended=settings.max_ended)
+        self.workers = Presence(bus, clock, log, on_gone=self._worker_gone, is_mute=is_mute)
+        """Which workers are there: who watches `PD_WORKERS` feeds this."""
+        self.routers = RouterPresence(bus, clock, log, on_gone=self._router_gone, is_mute=is_mute)
+        """Which routers are there: who watches `PD_ROUTERS` feeds this."""
+        self.links = plans.verdicts
+        """What prefill workers say of pairs: who watches `PD_LINKS` feeds this."""
+        self.draining = False
+        self._tasks = BoundedTasks(
+            group,
+            name="effect",
+            limit=settings.max_in_flight * _TASKS_A_HANDOFF,
+            on_error=self._effect_failed,
+        )
+        self.orphans = Orphans(
+            calls,
+            records,
+            clock,
+            log,
+            metrics=metrics,
+            group=group,
+            fence=fence,
+            tombstone_margin_ms=settings.tombstone_margin_ms,
+            is_known=lambda handoff_id: self._handoffs.get(handoff_id) is not None,
+        )
+        """Takes back what workers hold for nobody: who watches `PD_WORKERS` feeds this."""
+        self.strays = Strays(
+            records,
+            clock,
+            log,
+            fence=fence,
+            pause_s=settings.keep_ended_s + _STRAYS_AFTER_S,
+            is_known=lambda handoff_id: self._handoffs.get(handoff_id) is not None,
+            take=self._take_stray,
+        )
+        """Ends records that nobody goes on with: its `run` is a task of the broker."""
+        self._performer = Performer(
+            bus,
+            clock,
+            log,
+            calls=calls,
+            records=records,
+            plans=plans,
+            release_timeout_s=settings.release_timeout_s,
+            is_gone=self.workers.is_gone,
+        )
+        events = HandoffEvents(bus, clock, service="broker", instance=settings.broker_id)
+        self._observer = Observer(
+            events, metrics, log, limit=settings.max_in_flight, num_tasks=lambda: self._tasks.running
+        )
+
+    @property
+    def broker_id(self) -> str:
+        """Which broker this is."""
+        return self._settings.broker_id
+
+    @property
+    def num_in_flight(self) -> int:
+        """Handoffs that have not ended, or whose memory is not back everywhere."""
+        return self._handoffs.num_in_flight
+
+    def handoff(self, handoff_id: str) -> Handoff | None:
+        """One handoff, as long as it is remembered."""
+        live = self._handoffs.get(handoff_id)
+        return None if live is None else live.handoff
+
+    # What the router asks.
+
+    async def submit(self, submit: SubmitRequest) -> Accepted:
+        """Accept a request once its record exists. Raises `RefusedError`."""
+        try:
+            error = await self._admit(submit)
+        except PdmeshError as refused:
+            error = refused.info
+        if error is not None:
+            self._observer.refused(str(error.code))
+            raise RefusedError(submit.handoff_id, error.code, error.message)
+        return Accepted(handoff_id=submit.handoff_id)
+
+    async def _admit(self, submit: SubmitRequest) -> ErrorInfo | None:
+        deadline = Deadline.from_remaining_ms(self._clock, submit.timeout_ms)
+        live = self._handoffs.get(submit.handoff_id)
+        if live is None:
+            self._check(submit)
+            plan = await self._plans.for_route(submit.route, deadline)
+            live = self._handoffs.get(submit.handoff_id) or self._begin(submit, plan, deadline)
+        if not same_identity(live.handoff.record, submit):
+            return ErrorInfo(code=ErrorCode.DUPLICATE, message=f"{submit.handoff_id} is taken by another request")
+        return await asyncio.shield(live.admission)  # answered when the record is stored, at the deadline at the latest
+
+    def _check(self, submit: SubmitRequest) -> None:
+        if self.draining:
+            raise PdmeshError("the broker is draining", code=ErrorCode.DRAINING)
+        if self.num_in_flight >= self._settings.max_in_flight:
+            raise PdmeshError(f"{self.num_in_flight} handoffs are in flight", code=ErrorCode.OVERLOADED)
+        latest = self._handoffs.latest(submit.request_id)
+        if latest is not None and latest.handoff.record.attempt > submit.attempt:
+            text = f"{submit.handoff_id} comes late: {latest.handoff.handoff_id} is known"
+            raise PdmeshError(text, code=ErrorCode.CANCELLED)
+        check_submit(submit, self.workers.is_replaced)
+
+    def _begin(self, submit: SubmitRequest, plan: PairPlan, deadline: Deadline) -> Live:
+        now_ns = self._clock.monotonic_ns()
+        trace = current_trace()
+        event = Submitted(
+            at_ns=now_ns,
+            submit=submit,
+            deadline_ns=now_ns + round(deadline.remaining * 1e9),
+            deadline_at=write_deadline(self._clock.wall_time() + deadline.remaining),
+            traceparent="" if trace is None else trace.traceparent,
+            planned=plan.planned,
+            block_size=plan.block_size,
+        )
+        handoff, effects = begin(event, self._policy)
+        return self._keep(handoff, effects, deadline, trace)
+
+    async def cancel(self, message: CancelRequest) -> Accepted:
+        """Nobody waits any more. Raises `RefusedError` for an unknown handoff."""
+        live = self._known(message.handoff_id)
+        live.tell(
+            CancelRequested(
+                at_ns=self._clock.monotonic_ns(),
+                reason=message.reason[:_MAX_REASON_CHARS],
+                num_tokens=message.num_tokens,
+                finish_reason=message.finish_reason,
+            )
+        )
+        return Accepted(handoff_id=message.handoff_id)
+
+    def end_of(self, handoff_id: str) -> TokenFrame | None:
+        """The end of a handoff that is over, for a router that missed it; None while it is not. Raises `RefusedError` for an unknown one."""
+        handoff = self._known(handoff_id).handoff
+        return messages.final_frame(handoff) if handoff.terminal else None
+
+    async def show(self, handoff_id: str) -> HandoffView:
+        """All that is known of a handoff, or what its record says. Raises `RefusedError` for an unknown one, and `BusError`."""
+        live = self._handoffs.get(handoff_id)
+        if live is not None:
+            return view(live.handoff)
+        kept = await self._records.find(handoff_id)
+        if kept is None:
+            raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} is not known here")
+        return view_of_record(kept[0])
+
+    # What workers tell.
+
+    async def take(self, message: PrefillFinished | PullEnded | TakenOver | RequestEnded) -> Accepted:
+        """Take a worker's report over. Raises `RefusedError` for an unknown handoff, or for one of another start.
+
+        A takeover and an end are accepted once the record says so: no worker tells another broker of them again.
+        """
+        live = self._known(message.handoff_id)
+        error = refusal(live.handoff, message)
+        if error is not None:
+            raise RefusedError(message.handoff_id, error.code, error.message)
+        now_ns = self._clock.monotonic_ns()
+        match message:
+            case PrefillFinished():
+                live.tell(PrefillEnded(at_ns=now_ns, message=message))
+            case PullEnded():
+                live.tell(PullOver(at_ns=now_ns, message=message))
+            case TakenOver():
+                live.tell(DecodeTookOver(at_ns=now_ns, message=message))
+                await live.wait_written()
+            case RequestEnded():
+                live.tell(WorkerEnded(at_ns=now_ns, message=message))
+                await live.wait_written()
+        return Accepted(handoff_id=message.handoff_id)
+
+    def parts_reported(self, report: PartsReport) -> None:
+        """Take a report of parts. One for an unknown handoff is late, and says nothing."""
+        live = self._handoffs.get(report.handoff_id)
+        if live is not None:
+            live.tell(PartsReported(at_ns=self._clock.monotonic_ns(), report=report))
+
+    def _worker_gone(self, worker: WorkerRef) -> None:
+        self._plans.drop(worker)
+        event = WorkerGone(at_ns=self._clock.monotonic_ns(), worker=worker)
+        for live in self._handoffs:
+            live.tell(event)
+
+    def _router_gone(self, router_id: str, incarnation: str) -> None:
+        event = RouterGone(at_ns=self._clock.monotonic_ns(), router_id=router_id, incarnation=incarnation)
+        for live in self._handoffs:
+            live.tell(event)
+
+    # Life.
+
+    async def recover(self) -> int:
+        """Take over what an earlier broker left behind; return how much that is. Raises `BusError`."""
+        left_over = await self._records.left_over(self._unreadable)
+        for record, revision in left_over:
+            self._adopt(record, revision)
+        if left_over:
+            self.strays.expect()  # whoever led before may only stand still
+        return len(left_over)
+
+    def _adopt(self, record: HandoffRecord, revision: int) -> Live:
+        now_ns = self._clock.monotonic_ns()
+        deadline = Deadline.after(self._clock, seconds_left(record.deadline_at, self._clock.wall_time()))
+        deadline_ns = now_ns + round(deadline.remaining * 1e9)
+        event = Adopted(
+            at_ns=now_ns,
+            record=record,
+            revision=revision,
+            deadline_ns=deadline_ns,
+            begun_ns=self._submitted_ns(record, now_ns),
+        )
+        handoff, effects = adopt(event, self._policy)
+        trace = next_hop(read_trace({TRACEPARENT: record.traceparent}))
+        with within(trace):
+            self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
+        return self._keep(handoff, effects, deadline, trace)
+
+    def _take_stray(self, record: HandoffRecord, revision: int) -> None:
+        """End what nobody goes on with: whoever asked for it was refused, or has asked again."""
+        now_ns = self._clock.monotonic_ns()
+        self._adopt(record, revision).tell(CancelRequested(at_ns=now_ns, reason="it was left behind by its broker"))
+
+    def _submitted_ns(self, record: HandoffRecord, now_ns: int) -> int:
+        """When it was submitted, by this process's clock; now if its record does not say, or says a moment that is to come."""
+        if not record.submitted_at:
+            return now_ns
+        return now_ns + min(0, round(seconds_until(record.submitted_at, self._clock.wall_time()) * 1e9))
+
+    def _unreadable(self, key: str, error: CodecError) -> None:
+        self._log.error("handoff_record_unreadable", handoff_id=key, error_code=error.code, reason=error.message)
+
+    async def run_sweeps(self) -> None:
+        """Notice what silence tells: deadlines, workers that are gone, ended handoffs that nobody asks for any more."""
+        while True:
+            await self._clock.sleep(SWEEP_EVERY_S)
+            self.workers.judge_silence()
+            self.routers.judge_silence()
+            now = self._clock.monotonic()
+            grace = self._settings.deadline_grace_ms / 1e3
+            for live in self._handoffs:
+                if not live.ended and now >= live.deadline.at + grace:
+                    live.tell(DeadlinePassed(at_ns=self._clock.monotonic_ns()))
+            self._handoffs.expire(now)
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait until everything has ended and been released."""
+        self.draining = True
+        await self._handoffs.wait_idle()
+
+    # The core and its effects.
+
+    def feed(self, live: Live, event: Event) -> None:
+        """One step of one handoff."""
+        self._start_each(live, self._step(live, event))
+
+    def _step(self, live: Live, event: Event) -> list[Job]:
+        """One step of one handoff; returns what is to be done about it that takes time."""
+        before = live.handoff
+        live.handoff, effects = step(before, event)
+        if isinstance(event, RecordUnwritten):
+            self.strays.expect()
+        self._observer.moved(before, live.handoff)
+        jobs = self._perform(live, effects)
+        live.stepped()
+        return jobs
+
+    def _keep(
+        self, handoff: Handoff, effects: tuple[Effect, ...], deadline: Deadline, trace: TraceContext | None
+    ) -> Live:
+        live = Live(self.feed, handoff, deadline, trace)
+        self._observer.moved(None, handoff)
+        if handoff.submit_answered:
+            live.admission.set_result(None)
+        before = self._handoffs.latest(handoff.record.request_id)
+        self._handoffs.add(live)
+        if handoff.record.router_incarnation is not None:
+            self.routers.expect(handoff.record.router_id, handoff.record.router_incarnation)
+        self._start_each(live, self._perform(live, effects))
+        if before is not None:
+            self._supersede(before, live)
+        return live
+
+    def _supersede(self, one: Live, other: Live) -> None:
+        """Of two attempts of a request the later one goes on: the router has given the other one up."""
+        earlier, later = sorted((one, other), key=lambda live: live.handoff.record.attempt)
+        reason = f"{later.handoff.handoff_id} has taken its place"
+        earlier.tell(CancelRequested(at_ns=self._clock.monotonic_ns(), reason=reason))
+
+    def _perform(self, live: Live, effects: tuple[Effect, ...]) -> list[Job]:
+        """Do what a step wants, in the handoff's own trace, whosever message made the step. Returns what takes time."""
+        with within(live.trace):
+            return self._perform_each(live, effects)
+
+    def _perform_each(self, live: Live, effects: tuple[Effect, ...]) -> list[Job]:
+        jobs: list[Job] = []
+        for effect in effects:
+            match effect:
+                case AnswerSubmit(error=error):
+                    if not live.admission.done():
+                        live.admission.set_result(error)
+                case Publish():
+                    self._observer.saw(live.handoff, effect)
+                case Measured():
+                    self._observer.measured(live.handoff, effect)
+                case Forget():
+                    self._observer.over(live.handoff)
+                    self._handoffs.ended(live, self._clock.monotonic())
+                case _:
+                    jobs.append(effect)
+        return jobs
+
+    def _start_each(self, live: Live, jobs: Iterable[Job]) -> None:
+        """Do these things side by side, in the handoff's own trace."""
+        with within(live.trace):
+            for job in jobs:
+                if not self._tasks.try_start(partial(self._work, live, job)):
+                    # Each handoff has room for all of its effects: to be here is a mistake of ours, and must be heard of.
+                    self._log.error("effect_dropped", handoff_id=live.handoff.handoff_id, effect=type(job).__name__)
+
+    async def _work(self, live: Live, job: Job) -> None:
+        """Do one thing, then the first that follows from its outcome, and so on: a task for each would cost more than most do."""
+        outcomes = Outcomes(live)
+        following = [job]
+        while following:
+            await self._performer.perform(outcomes, following[0])
+            following = []
+            for event in outcomes.taken():
+                following += self._step(live, event)
+            self._start_each(live, following[1:])
+
+    def _effect_failed(self, name: str, error: Exception) -> None:
+        self._log.error("effect_failed", task=name, error=repr(error), exc_info=error)
+
+    def _known(self, handoff_id: str) -> Live:
+        live = self._handoffs.get(handoff_id)
+        if live is None:
+            raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} is not known here")
+        return live
