@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -49,6 +49,10 @@ class SettingsProblem(msgspec.Struct, frozen=True, kw_only=True):
         """All of it, in one or two lines."""
         first = f"{self.key} = {self.value}: {self.rule}"
         return f"{first}\n    {self.name}: {self.remedy}" if self.name else first
+
+
+Misplaced: TypeAlias = Callable[[str, str, str], SettingsProblem | None]
+"""What is wrong with giving a key to this service in particular: asked with the key, its label and its value."""
 
 
 class SettingsError(PdmeshError):
@@ -114,17 +118,19 @@ def load(
     also_known: Collection[str] = (),
     origins: Mapping[str, str] | None = None,
     rules: Callable[[T], Sequence[SettingsProblem]] | None = None,
+    misplaced: Misplaced | None = None,
 ) -> Loaded[T]:
     """Read the settings of one service.
 
     `overrides` are the texts of `--set`; `origins` names another source for those among them that came from elsewhere
     (`{"router.port=80": "--port"}`). `environ` is the process's own environment unless given. Keys in `also_known`
     belong to other services and are passed over where they are addressed to all; keys addressed to another role always
-    are. Raises SettingsError that lists every problem; rules over several settings, the struct's own and then those of `rules`,
+    are. `misplaced` is asked of each key that is addressed to this service or its role alone, with its label and value, and may refuse
+    it. Raises SettingsError that lists every problem; rules over several settings, the struct's own and then those of `rules`,
     are checked where each of these could be read and no required setting is missing.
     """
     environ = environment() if environ is None else environ
-    reader = _Reader(struct, role, also_known)
+    reader = _Reader(struct, role, also_known, misplaced)
     reader.read_config(config_file or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None))
     reader.read_environment(environ)
     reader.read_overrides(overrides, origins or {})
@@ -147,7 +153,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_from_arguments(
-    struct: type[T], *, role: str, argv: Sequence[str], rules: Callable[[T], Sequence[SettingsProblem]] | None = None
+    struct: type[T],
+    *,
+    role: str,
+    argv: Sequence[str],
+    rules: Callable[[T], Sequence[SettingsProblem]] | None = None,
+    misplaced: Misplaced | None = None,
 ) -> Loaded[T]:
     """Read the settings of one service from its command line and its environment. Raises SettingsError."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", allow_abbrev=False)
@@ -160,6 +171,7 @@ def load_from_arguments(
         overrides=arguments.overrides,
         config_file=arguments.config,
         rules=rules,
+        misplaced=misplaced,
     )
 
 
@@ -198,9 +210,10 @@ def split_overrides(overrides: Iterable[str], keys: Mapping[str, Collection[str]
 class _Reader:
     """Collects values from the lowest precedence to the highest, and problems from all of them."""
 
-    def __init__(self, struct: type[Any], role: str, also_known: Collection[str]) -> None:
+    def __init__(self, struct: type[Any], role: str, also_known: Collection[str], misplaced: Misplaced | None) -> None:
         self._struct = struct
         self._role = role
+        self._misplaced = misplaced
         self._fields = {field.name: field for field in msgspec.structs.fields(struct)}
         self._elsewhere = frozenset(also_known)
         self._values: dict[str, Any] = {}
@@ -301,6 +314,11 @@ class _Reader:
         if field is None:
             if not (shared and key in self._elsewhere):
                 self._problems.append(_unknown(label, shown(key, value), key, self._fields))
+            return
+        refused = None if shared or self._misplaced is None else self._misplaced(key, label, str(shown(key, value)))
+        if refused is not None:
+            self._broken.add(key)
+            self._problems.append(refused)
             return
         try:
             self._values[key] = read_text(value, field.type) if text else read_json(value, field.type)

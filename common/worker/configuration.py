@@ -8,6 +8,7 @@ from common.engine.config import load_config
 from common.engine.fake_model import FakeModel
 from common.runtime.settings import Loaded, SettingsProblem, load_from_arguments
 from common.worker.core.compatibility import Cuttable, Refusal, Verdict, judge
+from common.worker.core.role_settings import misplaced
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.workers import WorkerRole
@@ -32,7 +33,7 @@ def problems_of(verdict: Verdict) -> list[SettingsProblem]:
 
 def load_worker_settings(role: WorkerRole, argv: Sequence[str]) -> Loaded[WorkerSettings]:
     """Read a worker's settings from its command line and environment. Raises `SettingsError` for what it may not start with."""
-    return load_from_arguments(WorkerSettings, role=role, argv=argv, rules=rules_of(role))
+    return load_from_arguments(WorkerSettings, role=role, argv=argv, rules=rules_of(role), misplaced=misplaced(role))
 
 
 def _model_of(settings: WorkerSettings) -> Cuttable | None:

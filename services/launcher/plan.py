@@ -15,6 +15,7 @@ from common.bus.nats_url import servers_of
 from common.runtime.settings import Loaded, SettingsError, SettingsProblem, load, parse_spec, split_overrides
 from common.worker.configuration import judge_worker, problems_of
 from common.worker.core.compatibility import Verdict
+from common.worker.core.role_settings import misplaced
 from common.worker.settings import WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
@@ -240,6 +241,7 @@ class _Planner:
                 also_known=self._known,
                 origins=self._origins,
                 rules=partial(self._judge, name, WorkerRole(role)) if role in WORKER_ROLES else None,
+                misplaced=misplaced(WorkerRole(role)) if role in WORKER_ROLES else None,
             ),
             place=name,
         )

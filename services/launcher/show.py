@@ -6,6 +6,7 @@ import msgspec
 
 from common.bus.port import Bus, Message
 from common.runtime.setting_list import settings_of
+from common.worker.core.role_settings import concerns
 from contracts import subjects
 from contracts.errors import CodecError
 from contracts.links import LinkEvent
@@ -70,12 +71,22 @@ async def follow_events(bus: Bus, console: Console, *, from_start: bool) -> None
 
 
 def show_settings(role: str | None, console: Console) -> int:
-    """Print what a role can be told; without one, what all can, those with the same settings together."""
+    """Print what a role can be told; without one, what all can, those with the same settings together.
+
+    Of a worker's settings a role shows those that it looks at.
+    """
     titles: dict[type[msgspec.Struct], list[str]] = {}
     for name, struct in settings_structs().by_role.items():
         if role in {None, name}:
             titles.setdefault(struct, []).append(name)
-    blocks = (render_settings(", ".join(names), settings_of(struct)) for struct, names in titles.items())
+    worker = WorkerRole(role) if role in set(WorkerRole) else None
+    blocks = (
+        render_settings(
+            ", ".join(names),
+            (each for each in settings_of(struct) if worker is None or concerns(each.name, worker)),
+        )
+        for struct, names in titles.items()
+    )
     console.show("\n\n".join(blocks))
     return EXIT_FOUND
 

@@ -100,8 +100,10 @@ def broken(row: dict[str, Any]) -> set[Rule]:
         Rule.DEVICE: at.get("device", "cpu") != "cpu",
         Rule.STEP: at.get("max_step_tokens", 512) < at["num_slots"],
         Rule.WHOLE_PROMPTS: role == "mixed" and not pieces and bool(at.get("reserve_output_tokens")),
-        Rule.PULL_ONLY: not pulls and (at.get("pull") == "all" or at.get("num_staging_rows", 0) > 0),
-        Rule.STAGING_ROWS: pulls and at.get("num_staging_rows", 0) > at["num_slots"],
+        Rule.PULL_ONLY: role == "decode"
+        and not pulls
+        and (at.get("pull") == "all" or at.get("num_staging_rows", 0) > 0),
+        Rule.STAGING_ROWS: role == "decode" and pulls and at.get("num_staging_rows", 0) > at["num_slots"],
         Rule.TCP_ONLY: not tcp and (host != "127.0.0.1" or advertised != ""),
         Rule.TCP_ADDRESS: tcp and (not host or (host == "0.0.0.0" and not advertised)),
     }
@@ -139,7 +141,7 @@ def test_a_rule_that_is_left_out_is_seen(hole: Any, monkeypatch: pytest.MonkeyPa
         "transport_advertise_host": ("", "node-1"),
         "max_step_tokens": (512, 31),
     }
-    assert wrong_rows(small, WorkerRole.MIXED)
+    assert wrong_rows(small, WorkerRole.MIXED) + wrong_rows(small, WorkerRole.DECODE)
 
 
 def test_what_is_new_is_refused_with_dcp_until_it_is_shown_to_work() -> None:

@@ -46,6 +46,11 @@ def test_what_is_pulled_and_the_rows_for_it(changes: dict[str, Any], roles: tupl
     ("changes", "key", "rule"),
     [
         ({"pull": PulledRoles.ALL}, "pull", "only with transfer=pull; this worker has transfer=push"),
+        (
+            {"parallel_shard_pull": False},
+            "parallel_shard_pull",
+            "only with transfer=pull; this worker has transfer=push",
+        ),
         ({"num_staging_rows": 2}, "num_staging_rows", "only with transfer=pull; this worker has transfer=push"),
         ({"transfer": Transfer.PULL, "num_staging_rows": 9}, "num_staging_rows", "at most num_slots = 8"),
     ],
@@ -55,6 +60,9 @@ def test_what_has_no_effect_is_refused(changes: dict[str, Any], key: str, rule: 
     (refusal,) = judge(settings(**changes), WorkerRole.DECODE, None).refusals
     assert refusal.key == key
     assert refusal.text.startswith(rule)
+    assert (
+        judge(settings(**changes), WorkerRole.PREFILL, None).refusals == ()
+    )  # set for everybody, it does not concern this one
 
 
 def test_the_environment_and_a_spec_say_how_to_pull() -> None:

@@ -176,9 +176,15 @@ def _steps(case: _Case) -> Iterator[Refusal]:
 def _pulling(case: _Case) -> Iterator[Refusal]:
     """What only a worker that pulls uses: whoever set it believes that this one does."""
     settings = case.settings
+    if case.role is not WorkerRole.DECODE:
+        return  # set for everybody: it does not concern this one
     if settings.transfer is not Transfer.PULL:
         text = f"only with transfer={Transfer.PULL}; this worker has transfer={settings.transfer}"
-        given = {"pull": settings.pull is not PulledRoles.STATES, "num_staging_rows": settings.num_staging_rows != 0}
+        given = {
+            "pull": settings.pull is not PulledRoles.STATES,
+            "parallel_shard_pull": not settings.parallel_shard_pull,
+            "num_staging_rows": settings.num_staging_rows != 0,
+        }
         for key, is_given in given.items():
             if is_given:
                 yield _refuse(case, Rule.PULL_ONLY, key, text, f"leave it out, or set transfer={Transfer.PULL}")
