@@ -159,31 +159,37 @@ def test_sources_that_hold_the_same_head_share_the_work() -> None:
     assert set(sent.values()) == {handoff.needed_bytes // 4}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_what_is_said_to_fit_fits_and_one_more_does_not(tp: int) -> None:
+@pytest.mark.parametrize(("tp", "dcp", "per_request"), [(1, 1, 63), (2, 1, 63), (8, 4, 16)])
+def test_what_is_said_to_fit_fits_and_one_more_does_not(tp: int, dcp: int, per_request: int) -> None:
     """By what a worker with these numbers would allocate, and what its weights take."""
     config, memory = load_config(SHIPPED_MODEL), 64 * MIB
-    size = _size("decode", tp, dtype=Dtype.FLOAT32)
-    worker = make_estimate(config, size, size, num_tokens=1000, memory_bytes=memory).decode
+    size = _size("decode", tp, dcp, dtype=Dtype.FLOAT32)
+    worker = estimate_worker(config, size, num_tokens=1000, memory_bytes=memory)
     capacity = worker.capacity
     assert capacity is not None
 
     def taken(num_blocks: int, num_slots: int) -> int:
         settings = WorkerSettings(
-            worker_id="d", model=SHIPPED_MODEL, tp=tp, num_blocks=num_blocks, num_slots=num_slots, max_step_tokens=9999
+            worker_id="d",
+            model=SHIPPED_MODEL,
+            tp=tp,
+            dcp=dcp,
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            max_step_tokens=9999,
         )
         need = cache_need(settings)
         assert need is not None
         return need.num_bytes // tp + worker.ranks[0].weight_bytes
 
     assert capacity.num_slots == capacity.num_requests > 1
-    assert capacity.num_blocks == capacity.num_requests * 63
+    assert capacity.num_blocks == capacity.num_requests * per_request
     assert (
         taken(capacity.num_blocks, capacity.num_slots)
         <= memory
-        < taken(capacity.num_blocks + 63, capacity.num_slots + 1)
+        < taken(capacity.num_blocks + per_request, capacity.num_slots + 1)
     )
-    longest = capacity.num_tokens // 16
+    longest = capacity.num_tokens // (16 * dcp)
     assert taken(longest, 1) <= memory < taken(longest + 1, 1)
 
 
