@@ -12,9 +12,7 @@ import structlog
 
 from common.bus.errors import BusError
 from common.bus.memory import MemoryServer
-from common.bus.port import Bus, Message, Subscription
-from common.bus.storage import WORKERS_CONFIG
-from common.engine.fake import FakeEngine
+from common.bus.port import Bus, Subscription
 from common.layout.planner import plan
 from common.runtime.clock import Clock
 from common.runtime.metrics import Metrics
@@ -22,30 +20,18 @@ from common.runtime.offload import inline
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from contracts import subjects
 from contracts.codec import decode, encode
-from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import HandoffEvent
 from contracts.handoff import (
-    CommitHandoff,
     Grant,
-    HandoffList,
     HandoffRecord,
-    ListHandoffs,
     PartDone,
-    PartsAnswer,
     PartsReport,
     PrefillFinished,
-    PullHandoff,
-    QueryParts,
-    Released,
-    ReleaseHandoff,
     RequestEnded,
     Reserved,
-    ReserveDecode,
-    RunMixed,
-    RunPrefill,
     TakenOver,
 )
-from contracts.manifest import RankManifest, Role
+from contracts.manifest import Role
 from contracts.pull import PullEnded, RoleMerge, ShardPull, ShardState, Transfer
 from contracts.requests import (
     Accepted,
@@ -62,17 +48,13 @@ from contracts.requests import (
 )
 from contracts.subjects import BrokerVerb, WorkerVerb
 from contracts.workers import (
-    DescribeWorker,
-    WorkerDescription,
-    WorkerLoad,
-    WorkerRecord,
     WorkerRole,
-    WorkerState,
 )
 from services.broker.app import open_broker
 from services.broker.edges import BrokerEdges
 from services.broker.service import Broker
 from services.broker.settings import BrokerSettings
+from tests.integration.scripted_worker import GRANT, ScriptedWorker, manifests
 
 HANDOFF, REQUEST, ROUTER = "r1-0", "r1", "router-0"
 NUM_PROMPT_TOKENS = 40
@@ -81,119 +63,6 @@ PREFILL = WorkerRef(worker_id="prefill-0", incarnation="ip")
 DECODE = WorkerRef(worker_id="decode-0", incarnation="id")
 MIXED = WorkerRef(worker_id="mixed-0", incarnation="im")
 SOURCE = Grant(worker_id="prefill-0", incarnation="ip", generation=3, block_ids=(5, 6, 7), slot=1, secret="ab" * 16)
-GRANT = Grant(worker_id="decode-0", incarnation="id", generation=7, block_ids=(1, 2, 3, 4), slot=2)
-
-_KINDS: dict[str, type[msgspec.Struct]] = {
-    WorkerVerb.RESERVE: ReserveDecode,
-    WorkerVerb.COMMIT: CommitHandoff,
-    WorkerVerb.RELEASE: ReleaseHandoff,
-    WorkerVerb.DESCRIBE: DescribeWorker,
-    WorkerVerb.PARTS: QueryParts,
-    WorkerVerb.HANDOFFS: ListHandoffs,
-    WorkerVerb.PULL: PullHandoff,
-}
-
-Script = Callable[[Any], msgspec.Struct | None]
-
-
-class ScriptedWorker:
-    """Answers as it is told. A script that returns None does not answer: the message or the answer was lost."""
-
-    def __init__(self, bus: Bus, role: WorkerRole, ref: WorkerRef, manifests: tuple[RankManifest, ...]) -> None:
-        self.bus = bus
-        self.role = role
-        self.ref = ref
-        self.manifests = manifests
-        self.heard: list[msgspec.Struct] = []
-        self.scripts: dict[str, Script] = {
-            WorkerVerb.RESERVE: lambda message: Reserved(
-                handoff_id=message.handoff_id, grant=GRANT, num_cached_tokens=0, prepare_ms=1.5
-            ),
-            WorkerVerb.RELEASE: lambda message: Released(
-                handoff_id=message.handoff_id, response_rpc_ms=0.75 if role is WorkerRole.PREFILL else None
-            ),
-            WorkerVerb.DESCRIBE: self._describe,
-            WorkerVerb.HANDOFFS: lambda _message: HandoffList(incarnation=ref.incarnation, handoff_ids=()),
-            WorkerVerb.PARTS: lambda message: PartsAnswer(handoff_id=message.handoff_id, reports=()),
-        }
-
-    def _describe(self, message: DescribeWorker) -> WorkerDescription:
-        return WorkerDescription(
-            worker_id=self.ref.worker_id,
-            incarnation=self.ref.incarnation,
-            num_ranks=len(self.manifests),
-            manifest=self.manifests[message.rank],
-            region=None,
-        )
-
-    def of(self, kind: type[msgspec.Struct]) -> list[Any]:
-        """The messages of one kind that came, in order."""
-        return [message for message in self.heard if isinstance(message, kind)]
-
-    async def listen(self) -> Subscription:
-        """Subscribe; give the result to `answer`."""
-        return await self.bus.subscribe(subjects.worker_rpc_filter(self.role, self.ref.worker_id))
-
-    async def answer(self, subscription: Subscription) -> None:
-        """Answer what comes, one after the other."""
-        async for message in subscription:
-            await self._answer(message)
-
-    async def _answer(self, message: Message) -> None:
-        verb = subjects.verb_of(message.subject)
-        run = RunMixed if self.role is WorkerRole.MIXED else RunPrefill
-        command: Any = decode(message.data, _KINDS.get(verb, run))
-        self.heard.append(command)
-        script = self.scripts.get(verb, lambda asked: Accepted(handoff_id=asked.handoff_id))
-        reply = script(command)
-        if reply is not None:
-            await message.respond(encode(reply))
-
-    async def announce(self) -> None:
-        """Put the worker's record."""
-        record = WorkerRecord(
-            worker_id=self.ref.worker_id,
-            incarnation=self.ref.incarnation,
-            role=self.role,
-            state=WorkerState.READY,
-            model="fake",
-            model_fingerprint="fake",
-            tp=len(self.manifests),
-            dp=1,
-            dcp=1,
-            block_size=16,
-            num_blocks=64,
-            num_slots=8,
-            max_sequence_tokens=1024,
-            load=WorkerLoad(num_free_blocks=64, num_free_slots=8, num_waiting=0, num_running=0),
-        )
-        bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
-        await bucket.put(self.ref.worker_id, encode(record))
-
-
-def refusing(code: ErrorCode) -> Script:
-    """A script that refuses."""
-    error = ErrorInfo(code=code, message="no")
-    return lambda message: Refused(handoff_id=message.handoff_id, error=error)
-
-
-def losing(times: int, otherwise: Script) -> Script:
-    """A script that does not answer the first `times` messages."""
-    left = [times]
-
-    def script(message: Any) -> msgspec.Struct | None:
-        if left[0]:
-            left[0] -= 1
-            return None
-        return otherwise(message)
-
-    return script
-
-
-async def manifests(clock: Clock, ref: WorkerRef, tp: int, **changes: Any) -> tuple[RankManifest, ...]:
-    """What a worker with made-up caches says of its ranks."""
-    engine = FakeEngine(clock, worker_id=ref.worker_id, incarnation=ref.incarnation, tp=tp, **changes)
-    return tuple(rank.manifest for rank in (await engine.start()).ranks)
 
 
 class World:

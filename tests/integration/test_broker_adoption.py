@@ -36,7 +36,8 @@ from services.broker.core.deadline_text import write_deadline
 from services.broker.core.effects import StoreRecord
 from services.broker.core.messages import first_record
 from services.broker.records import Outcome
-from tests.integration.broker_world import GRANT, HANDOFF, PREFILL, SOURCE, World, in_world, refusing
+from tests.integration.broker_world import HANDOFF, PREFILL, SOURCE, World, in_world
+from tests.integration.scripted_worker import GRANT, refusing
 
 OK = Accepted(handoff_id=HANDOFF)
 

@@ -8,7 +8,7 @@ from contracts.errors import ErrorCode
 from contracts.requests import Accepted, FinishReason, Refused, ReplayAnswer, ReplayTokens, TokenFrame
 from contracts.subjects import BrokerVerb, broker_rpc
 from tests.integration.broker_world import HANDOFF, World, in_world
-from tests.integration.test_broker_shell import OK, committed, forgotten, prefilling
+from tests.integration.handoff_stages import OK, committed, forgotten, prefilling
 
 
 async def outcome(world: World, handoff_id: str = HANDOFF) -> Any:

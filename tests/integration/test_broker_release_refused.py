@@ -4,8 +4,9 @@ import structlog
 
 from common.bus.memory import MemoryServer
 from contracts.errors import ErrorCode
-from tests.integration.broker_world import World, in_world, refusing
-from tests.integration.test_broker_shell import OK, forgotten, prefilling
+from tests.integration.broker_world import World, in_world
+from tests.integration.handoff_stages import OK, forgotten, prefilling
+from tests.integration.scripted_worker import refusing
 
 
 def test_a_refused_release_is_told_with_the_workers_reason() -> None:

@@ -6,7 +6,6 @@ import msgspec
 
 from common.bus.memory import MemoryServer
 from common.bus.storage import WORKERS_CONFIG
-from contracts.codec import encode
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
 from contracts.handoff import (
@@ -20,49 +19,10 @@ from contracts.handoff import (
     RunMixed,
     RunPrefill,
 )
-from contracts.requests import Accepted, CancelWork, DisaggregatedRoute, FinishReason, Refused, WorkerRef
-from contracts.workers import DescribeWorker
-from services.broker.core.messages import first_record
-from tests.integration.broker_world import (
-    DECODE,
-    GRANT,
-    HANDOFF,
-    MIXED,
-    PREFILL,
-    World,
-    in_world,
-    losing,
-    manifests,
-    refusing,
-)
-
-OK = Accepted(handoff_id=HANDOFF)
-
-
-async def prefilling(world: World) -> None:
-    """Bring the handoff to where prefill computes."""
-    assert await world.submit() == OK
-    await world.until(lambda: bool(world.prefill.of(RunPrefill)))
-
-
-async def committed(world: World) -> None:
-    """Bring the handoff to where decode was asked to commit."""
-    await prefilling(world)
-    await world.publish_parts()
-    assert await world.finish_prefill() == OK
-    await world.until(lambda: bool(world.decode.of(CommitHandoff)))
-
-
-async def forgotten(world: World) -> None:
-    """Wait until nothing is in flight any more."""
-    await world.until(lambda: world.broker.num_in_flight == 0)
-
-
-def assert_released(world: World) -> None:
-    """Both workers were told, once, with a tombstone."""
-    for worker in (world.prefill, world.decode):
-        (release,) = worker.of(ReleaseHandoff)
-        assert release.tombstone_ms >= 5_000
+from contracts.requests import Accepted, CancelWork, FinishReason, Refused, WorkerRef
+from tests.integration.broker_world import HANDOFF, MIXED, PREFILL, World, in_world
+from tests.integration.handoff_stages import OK, assert_released, committed, forgotten, prefilling
+from tests.integration.scripted_worker import GRANT, losing, refusing
 
 
 def test_a_handoff_from_submit_to_end() -> None:
@@ -163,38 +123,6 @@ def test_a_refused_reserve_is_the_routers_to_know() -> None:
         assert not world.prefill.of(RunPrefill)
         assert (await world.record()).state is HandoffState.FAILED
         assert world.frames.empty()
-
-    in_world(scenario)
-
-
-def test_the_same_submit_is_delivery_and_another_is_a_duplicate() -> None:
-    """Repeating a submit changes nothing; the same id for something else is refused."""
-
-    async def scenario(world: World, _server: MemoryServer) -> None:
-        await prefilling(world)
-        assert await world.submit() == OK
-        answer = await world.submit(num_prompt_tokens=41)
-        assert isinstance(answer, Refused)
-        assert answer.error.code is ErrorCode.DUPLICATE
-        assert len(world.decode.of(ReserveDecode)) == 1
-
-    in_world(scenario)
-
-
-def test_a_record_of_another_request_wins() -> None:
-    """A key that is taken already refuses the submit before anybody is asked; the same request's key accepts it."""
-
-    async def scenario(world: World, _server: MemoryServer) -> None:
-        bucket = await world.bus.ensure_bucket(world.broker._records._config)
-        other = first_record(
-            world.submit_request(prompt_hash="other"), fence=1, deadline_at="2030-01-01T00:00:00+00:00"
-        )
-        await bucket.create(HANDOFF, encode(other))
-        answer = await world.submit()
-        assert isinstance(answer, Refused)
-        assert answer.error.code is ErrorCode.DUPLICATE
-        assert not world.decode.of(ReserveDecode)
-        assert world.broker.num_in_flight == 0
 
     in_world(scenario)
 
@@ -389,62 +317,6 @@ def test_reports_of_another_start_are_refused() -> None:
     in_world(scenario)
 
 
-def test_what_is_not_known_is_refused() -> None:
-    """Messages about a handoff that is not there are answered, not ignored."""
-
-    async def scenario(world: World, _server: MemoryServer) -> None:
-        for answer in (await world.cancel(), await world.end(), await world.finish_prefill()):
-            assert isinstance(answer, Refused)
-            assert answer.error.code is ErrorCode.UNKNOWN_HANDOFF
-
-    in_world(scenario)
-
-
-def test_bad_submits_name_the_field() -> None:
-    """A submit that breaks a rule is refused before anything is written."""
-
-    async def scenario(world: World, _server: MemoryServer) -> None:
-        for changes, field in (
-            ({"handoff_id": "r9-0"}, "handoff_id"),
-            ({"num_prompt_tokens": 0}, "num_prompt_tokens"),
-            ({"timeout_ms": 0}, "timeout_ms"),
-            ({"router_id": "No Router"}, "router_id"),
-        ):
-            answer = await world.submit(**changes)
-            assert isinstance(answer, Refused)
-            assert answer.error.param == field or answer.error.message.startswith(field)
-        assert world.broker.num_in_flight == 0
-
-    in_world(scenario)
-
-
-def test_workers_that_do_not_fit_are_refused_by_rule() -> None:
-    """Different block sizes: the submit is refused with the broken rule, and asked about only once."""
-
-    async def scenario(world: World, _server: MemoryServer) -> None:
-        world.decode.manifests = await manifests(world.clock, DECODE, 1, block_size=32)
-        for _ in range(2):
-            answer = await world.submit()
-            assert isinstance(answer, Refused)
-            assert answer.error.code is ErrorCode.INCOMPATIBLE_WORKERS
-            assert "same_block_size" in answer.error.message
-        assert [message.rank for message in world.prefill.of(DescribeWorker)] == [0, 1]
-
-    in_world(scenario)
-
-
-def test_a_worker_that_is_not_there_refuses_the_submit() -> None:
-    """A pair that cannot be described is no pair: the router is told at once, and may choose another."""
-
-    async def scenario(world: World, _server: MemoryServer) -> None:
-        nobody = WorkerRef(worker_id="decode-9", incarnation="i9")
-        answer = await world.submit(route=DisaggregatedRoute(prefill=PREFILL, decode=nobody))
-        assert isinstance(answer, Refused)
-        assert answer.error.code is ErrorCode.WORKER_LOST
-
-    in_world(scenario)
-
-
 def test_a_mixed_request_needs_no_transfer() -> None:
     """The same machine: run, accepted, ended."""
 
@@ -460,37 +332,6 @@ def test_a_mixed_request_needs_no_transfer() -> None:
         assert not world.mixed.of(ReleaseHandoff)
 
     in_world(scenario)
-
-
-def test_a_draining_broker_ends_what_it_has() -> None:
-    """New submits are refused, repeated ones are not, and drain returns when the last handoff is forgotten."""
-
-    async def scenario(world: World, _server: MemoryServer) -> None:
-        await committed(world)
-        drained = world.group.create_task(world.broker.drain())
-        await world.clock.sleep(0.1)
-        answer = await world.submit(handoff_id="r2-0", request_id="r2")
-        assert isinstance(answer, Refused)
-        assert answer.error.code is ErrorCode.DRAINING
-        assert await world.submit() == OK
-        assert not drained.done()
-        await world.take_over()
-        await world.end()
-        await drained
-
-    in_world(scenario)
-
-
-def test_too_many_handoffs_are_refused() -> None:
-    """The bound on what is in flight is a refusal that says so."""
-
-    async def scenario(world: World, _server: MemoryServer) -> None:
-        await prefilling(world)
-        answer = await world.submit(handoff_id="r2-0", request_id="r2")
-        assert isinstance(answer, Refused)
-        assert answer.error.code is ErrorCode.OVERLOADED
-
-    in_world(scenario, max_in_flight=1)
 
 
 def test_an_outage_of_the_bus_is_waited_out() -> None:

@@ -179,7 +179,7 @@ INVARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "I6 every pool is back": (f"{MODEL}::check", f"{WITH_WORKERS}::test_every_handoff_ends_and_all_memory_comes_back"),
     "I7 bounds": (
-        f"{SHELL}::test_too_many_handoffs_are_refused",
+        "integration/test_broker_submits.py::test_too_many_handoffs_are_refused",
         f"{SHELL}::test_ended_handoffs_are_forgotten_in_time",
     ),
 }
