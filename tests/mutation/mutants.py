@@ -22,6 +22,7 @@ _LEDGER: Final = ("tests/unit/test_broker_ledger.py", "tests/property/test_broke
 _WORKER: Final = ("tests/integration/test_worker_handoff.py",)
 _PULLER: Final = ("tests/unit/test_engine_puller.py",)
 _PULL: Final = ("tests/integration/test_worker_pull.py",)
+_SHARED_BLOCKS: Final = ("tests/property/test_context_parallel_merge.py::test_a_logarithm_of_another_base_is_seen",)
 _GRANTS: Final = ("tests/unit/test_worker_grant_checks.py",)
 _ORDER: Final = ("tests/unit/test_router_token_order.py", "tests/property/test_router_token_order_shuffles.py")
 
@@ -172,6 +173,48 @@ MUTANTS: Final = (
         before="            if role not in push.pulled\n",
         after="",
         tests=("tests/integration/test_worker_pull_ranks.py",),
+    ),
+    Mutant(
+        name="take logarithms of base 2 for natural ones",
+        file="common/engine/partial.py",
+        before="NaturalLse(lse.values * _LN_2)",
+        after="NaturalLse(lse.values)",
+        tests=_SHARED_BLOCKS,
+    ),
+    Mutant(
+        name="merge what saw no key",
+        file="common/engine/partial.py",
+        before="parts.cleared(~parts.lse.values.isfinite())",
+        after="parts",
+        tests=("tests/property/test_context_parallel_merge.py::test_nobody_has_a_key",),
+    ),
+    Mutant(
+        name="let memory of nobody into a sum",
+        file="common/engine/attention.py",
+        before="if tile.foreign is not None:",
+        after="if False:",
+        tests=_SHARED_BLOCKS,
+    ),
+    Mutant(
+        name="see as many keys as the first rank of a group",
+        file="common/engine/attention_metadata.py",
+        before="rest - self.dcp_rank * self.block_size",
+        after="rest",
+        tests=_SHARED_BLOCKS,
+    ),
+    Mutant(
+        name="write every token on every rank of a group",
+        file="common/engine/attention_metadata.py",
+        before="mine = blocks % self.dcp_size == self.dcp_rank",
+        after="mine = blocks >= 0",
+        tests=_SHARED_BLOCKS,
+    ),
+    Mutant(
+        name="answer the queries of another rank",
+        file="common/engine/collectives/threads.py",
+        before="part[self._rank] for part in",
+        after="part[self._rank - 1] for part in",
+        tests=("tests/unit/test_engine_context_group.py",),
     ),
     Mutant(
         name="compute for a router that is gone",
