@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from common.engine.link_reports import LinkReports
@@ -54,10 +54,11 @@ class RankChannels:
     """One socket a rank, read by the event loop.
 
     A rank that dies, breaks the protocol, or does not answer in time makes all of them dead: every call from then on raises
-    `EngineDeadError`, and so do those that wait.
+    `EngineDeadError`, and so do those that wait. `how_ended` says of a rank whose socket has ended what became of it.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, how_ended: Callable[[int], str] = lambda _rank: "ended") -> None:
+        self._how_ended = how_ended
         self._connections: list[socket.socket] = []
         self._pending: list[deque[_Ask]] = [deque() for _ in range(size)]
         self._turn = asyncio.Lock()
@@ -163,7 +164,7 @@ class RankChannels:
         try:
             await asyncio.get_running_loop().sock_sendall(self._connections[rank], message)
         except OSError as error:
-            self.die(f"rank {rank} is gone: {error}")
+            self.die(f"rank {rank} {self._how_ended(rank)}")
             raise EngineDeadError(self._death or "") from error
         except asyncio.CancelledError:
             # Nobody knows whether this rank has the command that others have.
@@ -177,11 +178,10 @@ class RankChannels:
                 data = self._connections[rank].recv(MAX_RANK_MESSAGE_BYTES)
             except BlockingIOError:
                 return
-            except OSError as error:
-                self.die(f"rank {rank} is gone: {error}")
-                return
+            except OSError:
+                data = b""
             if not data:
-                self.die(f"rank {rank} ended")
+                self.die(f"rank {rank} {self._how_ended(rank)}")
                 return
             try:
                 message = decode_message(data)

@@ -90,8 +90,8 @@ class RankGroup:
         self._starts = tuple(starts)
         self._launcher = launcher
         self._timeouts = timeouts or RankGroupTimeouts()
-        self._channels = RankChannels(len(starts))
         self._handles: list[RankHandle] = []
+        self._channels = RankChannels(len(starts), self._how_ended)
         self._stopping = False
         self._connecting = asyncio.Semaphore(MAX_CONNECTING)
         self._attempts = count(1)
@@ -261,6 +261,10 @@ class RankGroup:
             for connection in theirs:
                 connection.close()
         self._channels.attach(ours)
+
+    def _how_ended(self, rank: int) -> str:
+        """What became of a rank. Called at an engine's end, so that a moment's wait holds nothing up."""
+        return self._handles[rank].how_ended() if rank < len(self._handles) else "ended"
 
     async def _begin_link(self, linking: Linking, side: PeerSide, ranks: tuple[WorkerDescription, ...]) -> None:
         """Let all ranks begin an attempt; `side` is the peer's. Raises the verdict when any of them refuses."""

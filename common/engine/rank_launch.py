@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -15,6 +16,10 @@ from common.engine.collectives.passed_fd import PassedFd
 PRELOADED: Final = ("torch", "common.engine.rank_process")
 
 
+_STATUS_WAIT_S: Final = 0.05
+"""The fork server knows of a death a little later than the socket does."""
+
+
 class RankHandle(Protocol):
     """A rank that has been started."""
 
@@ -24,6 +29,10 @@ class RankHandle(Protocol):
 
     def kill(self) -> None:
         """End it at once, where that is possible."""
+        ...
+
+    def how_ended(self) -> str:
+        """How a rank ended whose socket has, in words: with which process and status. Blocks for a moment at most."""
         ...
 
 
@@ -49,6 +58,15 @@ class _ProcessHandle:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def how_ended(self) -> str:
+        self._process.join(_STATUS_WAIT_S)
+        who, status = f"(pid {self._process.pid})", self._process.exitcode
+        if status is None:
+            return f"{who} has closed its socket"
+        if status >= 0:
+            return f"{who} ended with status {status}"
+        return f"{who} was killed by signal {-status} ({_signal_name(-status)})"
 
 
 class ProcessLauncher:
@@ -96,6 +114,13 @@ class ProcessLauncher:
             self._memory.close()
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "of no name"
+
+
 class _ThreadHandle:
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
@@ -106,6 +131,9 @@ class _ThreadHandle:
 
     def kill(self) -> None:
         """A thread cannot be killed: it ends by itself, because its connection has been closed."""
+
+    def how_ended(self) -> str:
+        return "ended"
 
 
 class ThreadLauncher:

@@ -89,6 +89,7 @@ async def _start(
             "engine_started",
             dp_rank=dp_rank,
             tp=len(each.info.ranks),
+            rank_pids=[rank.pid for rank in each.info.ranks],
             model_fingerprint=each.info.model_fingerprint,
             num_blocks=each.info.num_blocks,
             num_slots=each.info.num_slots,

@@ -12,7 +12,7 @@ from common.runtime.clock import Clock
 from common.runtime.lifecycle import EXIT_SETTINGS
 from contracts.errors import ErrorCode, PdmeshError
 from services.launcher.child import Child, ChildSpec, tail
-from services.launcher.core.log_line import readable
+from services.launcher.core.log_line import cause, readable
 from services.launcher.core.restarts import RestartBudget
 
 _INDISPENSABLE: Final = frozenset({"nats", "broker"})
@@ -30,6 +30,7 @@ class ChildDied(PdmeshError):  # noqa: N818 - an event that ends the mesh
         super().__init__(f"{name} {_how(status)}; the end of its log:\n{shown}")
         self.name = name
         self.status = status
+        self.cause = cause(log_tail) if status > 0 else ""
 
 
 class Supervisor:
@@ -116,7 +117,8 @@ class Supervisor:
             return None
         self._children.remove(child)
         child.kill()  # ranks and other grandchildren
-        self._say(f"{child.spec.name} {_how(death.status)}; starting it again in {pause_s:.1f} s")
+        because = f" ({death.cause})" if death.cause else ""
+        self._say(f"{child.spec.name} {_how(death.status)}{because}; starting it again in {pause_s:.1f} s")
         try:
             async with asyncio.timeout(pause_s):
                 await self._stop_wanted.wait()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.launcher.core.log_line import last_word, readable
+from services.launcher.core.log_line import cause, last_word, readable
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,17 @@ def test_other_lines_stay_as_they_are(line: str) -> None:
 def test_a_long_line_is_cut() -> None:
     """One line must not push the others off the screen."""
     assert len(readable("x" * 5000)) == 403
+
+
+def test_why_a_service_ended_is_in_its_last_words() -> None:
+    """The failure that came first: what follows are its consequences. Other errors in a log ended nobody."""
+    lines = [
+        json.dumps({"event": "rpc_failed", "level": "error", "error": "no"}),
+        "Traceback (most recent call last):",
+        json.dumps({"event": "task_failed", "error": "EngineDeadError('rank 0 (pid 7) ended with status 1')"}),
+        json.dumps({"event": "task_failed", "error": "consequence"}),
+        json.dumps({"event": "service_stopped", "exit_status": 1}),
+    ]
+    assert cause(lines) == "EngineDeadError('rank 0 (pid 7) ended with status 1')"
+    assert cause([json.dumps({"event": "service_ended", "reason": "its lease lapsed"})]) == "its lease lapsed"
+    assert cause([*lines[:2], "[1]", lines[4]]) == ""

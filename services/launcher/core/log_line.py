@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 _MAX_CHARACTERS: Final = 400
+_LAST_WORDS: Final = {"task_failed": "error", "service_ended": "reason"}
+"""The events with which a service says why it ends, and the field that does."""
 _NOT_SHOWN: Final = frozenset({"service", "worker_id", "incarnation", "event", "level", "time", "exception"})
 
 
@@ -22,6 +24,17 @@ def last_word(lines: Sequence[str]) -> str:
     if line.get("total"):
         words.append(f"{line.get('done', 0)}/{line['total']}")
     return " ".join(words)
+
+
+def cause(lines: Sequence[str]) -> str:
+    """Why a service ended, as the first of its last words says; empty if it had none, or what ended it left it none."""
+    for line in lines:
+        try:
+            fields = json.loads(line)
+            return _shortened(str(fields[_LAST_WORDS[fields["event"]]]))
+        except (ValueError, LookupError, TypeError):
+            continue
+    return ""
 
 
 def readable(line: str) -> str:
