@@ -104,12 +104,17 @@ async def read_progress(group: Engine) -> None:
         await group.next_progress()
 
 
+def name_of(pid: int) -> str:
+    """The name of a process, as `top` shows it."""
+    return Path(f"/proc/{pid}/comm").read_text(encoding="ascii").strip()
+
+
 async def test_a_rank_that_dies_fails_the_engine_loudly(reference: Any, tmp_path: Path) -> None:
     """Killing one process ends every waiting and every later call with an error, and `stop` still works."""
     async with engine(starts(reference.folder, tmp_path, 2), ProcessLauncher()) as (group, _):
         await group.bind(binding(0, 4))
         pid = group._manifests[1].pid
-        assert Path(f"/proc/{pid}/comm").read_text(encoding="ascii") == "pdmesh-rank-1\n"
+        assert name_of(pid) == "pdmesh-rank-1"
         group._handles[1].kill()
         with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"):
             await group.next_push()
