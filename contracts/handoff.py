@@ -119,8 +119,9 @@ class RunMixed(Versioned, frozen=True, kw_only=True, tag="run_mixed"):
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One part's done ranges `[start, end)`: token positions for KEY and VALUE, `[0, 1)` for a state.
+    """One part's done ranges `[start, end)`: tokens for KEY and VALUE, `[0, 1)` for a state.
 
+    Tokens are counted by those of the sequence that the destination rank keeps: all of them, or with dcp those of its own blocks.
     `destination_rank` is a tensor-parallel rank of the replica that the grant names.
     """
 

@@ -247,6 +247,7 @@ class PushOutcome(StrEnum):
 class PartPushed(msgspec.Struct, frozen=True, kw_only=True, tag="part_pushed"):
     """Some of a part has been written, or failed to be: tokens `[start, end)` of KEY or VALUE, `[0, 1)` of a state.
 
+    Tokens are counted by those of the sequence that the destination rank keeps: all of them, or with dcp those of its own blocks.
     `queued_ns` is when the cache content existed, `started_ns` and `done_ns` frame the copy, all host monotonic.
     """
 
@@ -286,7 +287,7 @@ class PullShards(msgspec.Struct, frozen=True, kw_only=True, tag="pull_shards"):
 
 
 class PulledPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What has arrived of one part: tokens `[start, end)` of KEY or VALUE, `[0, 1)` of a state."""
+    """What has arrived of one part: tokens `[start, end)` of KEY or VALUE, counted by those that this rank keeps, `[0, 1)` of a state."""
 
     namespace: Namespace
     role: Role

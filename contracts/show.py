@@ -19,7 +19,7 @@ class ShowHandoff(Versioned, frozen=True, kw_only=True, tag="show_handoff"):
 
 
 class PartView(msgspec.Struct, frozen=True, kw_only=True):
-    """One planned part: what is owed, and what of it has arrived, as ranges `[start, end)`."""
+    """One planned part: what is owed, and what of it has arrived, as ranges `[start, end)`: see `PartDone`."""
 
     namespace: Namespace
     role: Role

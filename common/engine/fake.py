@@ -18,7 +18,7 @@ from common.engine.fake_pull import STATES, FakePull, FakeReads
 from common.engine.port import EngineError, EngineInfo, PullResult, StepResult
 from common.engine.pull_reports import Pulls
 from common.layout.context_parallel import dcp_rank as dcp_rank_of
-from common.layout.context_parallel import owned_ranges
+from common.layout.context_parallel import held_range
 from common.layout.planner import ReshardPlan, plan
 from common.layout.refusal import PlanRefusedError
 from common.layout.region import lay_out
@@ -324,7 +324,7 @@ class FakeEngine:
                 if item.last_chunk:
                     yield _pushed(part, binding, 0, 1, started_ns, ended_ns)
             else:
-                for first, last in owned_ranges(start, end, self._info.block_size, part.modulus, part.residue):
+                for first, last in held_range(start, end, self._info.block_size, part.modulus, part.residue):
                     yield _pushed(part, binding, first, last, started_ns, ended_ns)
 
     def _link_of(self, grant: Grant, side: PeerSide) -> _Link:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from common.engine.pull_reports import Pulling
-from common.layout.context_parallel import owned_ranges
+from common.layout.context_parallel import held_range
 from common.layout.planner import ReshardPlan
 from common.layout.templates import PagedTemplate
 from common.runtime.clock import Clock
@@ -170,7 +170,7 @@ class FakePull:
         if part.role in STATES:
             return ((0, 1),)
         start, end = self._command.num_cached_tokens, self._binding.num_prompt_tokens
-        return owned_ranges(start, end, self._block_size, part.modulus, part.residue)
+        return held_range(start, end, self._block_size, part.modulus, part.residue)
 
     def _num_bytes(self, rank: int, source: int) -> int:
         return sum(

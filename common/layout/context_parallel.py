@@ -53,13 +53,10 @@ def owned_blocks(start: int, end: int, block_size: int, modulus: int, residue: i
     return range(first, (end - 1) // block_size + 1, modulus)
 
 
-def owned_ranges(start: int, end: int, block_size: int, modulus: int, residue: int) -> tuple[tuple[int, int], ...]:
-    """The token ranges of `[start, end)` that lie in blocks b with `b % modulus == residue`, ascending, adjacent ones joined."""
-    if start >= end:
-        return ()
-    if modulus == 1:
-        return ((start, end),)
-    return tuple(
-        (max(start, block * block_size), min(end, (block + 1) * block_size))
-        for block in owned_blocks(start, end, block_size, modulus, residue)
-    )
+def held_range(start: int, end: int, block_size: int, modulus: int, residue: int) -> tuple[tuple[int, int], ...]:
+    """The tokens of `[start, end)` in blocks b with `b % modulus == residue`, as a range of the positions at which their rank keeps them.
+
+    One range, or none: counted by its own tokens, what a rank holds of a range is without gaps, however long the sequence.
+    """
+    low, high = (local_length(length, block_size, modulus, residue) for length in (start, end))
+    return ((low, high),) if low < high else ()

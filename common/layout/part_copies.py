@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from common.layout.bind import Geometry, TokenChunk
-from common.layout.context_parallel import owned_ranges
+from common.layout.context_parallel import held_range
 from common.layout.joining import pattern_of
 from common.layout.run_batch import Placed, RunPattern
 from common.layout.slot_rows import slot_bases, slot_rows
@@ -46,5 +46,5 @@ class PartCopies:
         ]
 
     def token_ranges(self, chunk: TokenChunk) -> tuple[tuple[int, int], ...]:
-        """The chunk's tokens that go to this destination rank, as ranges."""
-        return owned_ranges(chunk.start, chunk.end, chunk.block_size, self.part.modulus, self.part.residue)
+        """The chunk's tokens that go to this destination rank, as ranges of the positions at which it keeps them: see `held_range`."""
+        return held_range(chunk.start, chunk.end, chunk.block_size, self.part.modulus, self.part.residue)

@@ -202,11 +202,11 @@ async def hand_over(
 
 
 def owed_by(part: PlannedPart, start: int, end: int) -> RangeSet:
-    """What is to be reported of a part: its state, or those of a sequence's tokens `[start, end)` that its destination keeps."""
+    """What is to be reported of a part: its state, or a sequence's tokens `[start, end)`, counted by those that its destination keeps."""
     if part.role in {Role.CONV, Role.SSM}:
         return RangeSet.of([(0, 1)])
-    kept = (token for token in range(start, end) if token // BLOCK_SIZE % part.modulus == part.residue)
-    return RangeSet.of((token, token + 1) for token in kept)
+    kept = [token for token in range(end) if token // BLOCK_SIZE % part.modulus == part.residue]
+    return RangeSet.of((place, place + 1) for place, token in enumerate(kept) if token >= start)
 
 
 def _layout(prompts: Sequence[tuple[int, ...]], worker: Worker, extra: int, *, spread: int) -> list[Grant]:

@@ -38,9 +38,9 @@ BLOCK = 16
 
 
 def shares(num_tokens: int) -> dict[int, tuple[tuple[int, int], ...]]:
-    """What each of four ranks in groups of two holds of a prompt: every second block."""
-    blocks = [(start, min(start + BLOCK, num_tokens)) for start in range(0, num_tokens, BLOCK)]
-    return {rank: tuple(blocks[rank % 2 :: 2]) for rank in range(4)}
+    """What each of four ranks in groups of two holds of a prompt: every second block, counted by its own tokens."""
+    sizes = [min(BLOCK, num_tokens - start) for start in range(0, num_tokens, BLOCK)]
+    return {rank: ((0, sum(sizes[rank % 2 :: 2])),) if sizes[rank % 2 :: 2] else () for rank in range(4)}
 
 
 def ledger_of(mesh: Mesh, reserved: Reserved, num_prompt_tokens: int) -> Ledger:
@@ -70,7 +70,7 @@ def paged_parts(mesh: Mesh) -> list[PartDone]:
 @pytest.mark.parametrize(("num_prompt", "dp"), [(len(PROMPT), 1), (10, 1), (len(PROMPT), 2)])
 @pytest.mark.parametrize("transfer", Transfer)
 def test_each_rank_of_a_group_gets_its_blocks(transfer: Transfer, num_prompt: int, dp: int) -> None:
-    """Pushed or pulled, the parts name every second block, a prompt of one block is owed to half of the ranks; the ledger closes."""
+    """Pushed or pulled, the parts are every second block, a prompt of one block is owed to half of the ranks; the ledger closes."""
 
     async def scenario(mesh: Mesh) -> None:
         pulls: dict[str, Any] = {"transfer": transfer, "pull": PulledRoles.ALL} if transfer is Transfer.PULL else {}

@@ -80,17 +80,28 @@ def test_no_part_moves_both_ways(ledger: Ledger, data: st.DataObject) -> None:
 
 @given(ledger=ledgers())
 def test_owed_ranges_of_a_group_tile_the_prompt(ledger: Ledger) -> None:
-    """The ranges that the members of a context-parallel group are owed are disjoint, and together the whole prompt."""
+    """The tokens that the members of a context-parallel group are owed are disjoint, and together the whole prompt."""
     for part in ledger.planned:
         if part.role not in {Role.KEY, Role.VALUE}:
             assert ledger.owed(part) == ((0, 1),)
             continue
         group = [_member(part, residue) for residue in range(part.modulus)]
-        tokens = sorted(t for each in group for start, end in ledger.owed(each) for t in range(start, end))
+        tokens = sorted(
+            _token(each, place, ledger.block_size)
+            for each in group
+            for start, end in ledger.owed(each)
+            for place in range(start, end)
+        )
         first = ledger.num_cached_tokens
         if part.namespace is Namespace.DRAFT:
             first = max(first, 1)
         assert tokens == list(range(first, ledger.num_prompt_tokens))
+
+
+def _token(part: PlannedPart, place: int, block_size: int) -> int:
+    """The token of the sequence that a destination rank keeps at this place among its own."""
+    block, offset = divmod(place, block_size)
+    return (block * part.modulus + part.residue) * block_size + offset
 
 
 def _member(part: PlannedPart, residue: int) -> PlannedPart:

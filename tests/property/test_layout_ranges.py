@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.layout.context_parallel import local_block, local_length, owned_ranges, owner
+from common.layout.context_parallel import held_range, local_block, local_length, owner
 from common.layout.ranges import RangeSet
 
 ranges = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -46,14 +46,16 @@ def test_local_lengths_count_the_owned_tokens(length: int, block_size: int, dcp_
 
 @settings(deadline=None)
 @given(ranges, st.integers(1, 5), st.sampled_from((1, 2, 4, 8)))
-def test_owned_ranges_are_the_owned_tokens(span: tuple[int, int], block_size: int, dcp_size: int) -> None:
-    """The ranges of all ranks tile the whole range, and each holds exactly its rank's tokens."""
+def test_held_ranges_are_the_owned_tokens_by_their_own_positions(
+    span: tuple[int, int], block_size: int, dcp_size: int
+) -> None:
+    """One range a rank, or none: the places that the tokens of the span have among all tokens of their rank."""
     start, end = span
     for rank in range(dcp_size):
-        owned = owned_ranges(start, end, block_size, dcp_size, rank)
-        expected = {p for p in range(start, end) if owner(p, block_size, dcp_size) == rank}
-        assert members(RangeSet.of(owned)) == expected
-        assert sum(high - low for low, high in owned) == len(expected)
+        held = held_range(start, end, block_size, dcp_size, rank)
+        kept = [p for p in range(end) if owner(p, block_size, dcp_size) == rank]
+        assert members(RangeSet.of(held)) == {place for place, p in enumerate(kept) if p >= start}
+        assert len(held) <= 1
 
 
 @settings(deadline=None)

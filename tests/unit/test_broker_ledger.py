@@ -119,21 +119,21 @@ def test_blocks_of_another_context_parallel_rank_are_not_owed() -> None:
     """Under dcp a destination is owed its own blocks alone."""
     part = PlannedPart(namespace=Namespace.TARGET, role=Role.KEY, layer=3, src_rank=0, dst_rank=1, modulus=2, residue=1)
     fresh = ledger(part, num_cached_tokens=20)
-    assert fresh.owed(part) == ((20, 32),)
-    assert fresh.take(report((part, ((20, 32),)))).closed
+    assert fresh.owed(part) == ((4, 16),)
+    assert fresh.take(report((part, ((4, 16),)))).closed
     with pytest.raises(LedgerError, match="not owed"):
-        fresh.take(report((part, ((20, 40),))))
+        fresh.take(report((part, ((4, 24),))))
 
 
 def test_a_rank_of_a_group_that_gets_no_block_counts_nowhere() -> None:
     """Of one block rank 0 gets all: the part of rank 1 is closed from the start, and is neither owed nor done in what people see."""
     parts = [msgspec.structs.replace(KEY, dst_rank=rank, modulus=2, residue=rank) for rank in (0, 1)]
     fresh = ledger(*parts, num_cached_tokens=32)
-    assert [fresh.owed(part) for part in parts] == [((32, 40),), ()]
+    assert [fresh.owed(part) for part in parts] == [((16, 24),), ()]
     assert (fresh.num_owed_parts, fresh.num_parts((Transfer.PUSH, 0))) == (1, 1)
     (before,) = fresh.progress
     assert (before.num_done, before.num_parts) == (0, 1)
-    closed = fresh.take(report((parts[0], ((32, 40),))))
+    closed = fresh.take(report((parts[0], ((16, 24),))))
     assert closed.closed
     assert [(one.num_done, one.num_parts) for one in closed.progress] == [(1, 1)]
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from common.layout.context_parallel import held_range
+from common.worker.core.parts import PushedParts
+from contracts.codec import encode
 from contracts.manifest import Namespace, PlannedPart, Role
+from contracts.rank import PartPushed, PushOutcome
 from services.broker.core.ledger import Ledger
 from services.prefill.core.owed_ranges import owed_ranges
 
@@ -26,9 +30,9 @@ def part(role: Role, dst_rank: int, dcp: int) -> PlannedPart:
 @pytest.mark.parametrize(
     ("start", "end", "expected"),
     [
-        (0, 40, {0: ((0, 16), (32, 40)), 1: ((16, 32),)}),
+        (0, 40, {0: ((0, 24),), 1: ((0, 16),)}),
         (0, 10, {0: ((0, 10),)}),
-        (20, 40, {0: ((32, 40),), 1: ((20, 32),)}),
+        (20, 40, {0: ((16, 24),), 1: ((4, 16),)}),
         (40, 40, {}),
     ],
 )
@@ -45,3 +49,37 @@ def test_each_rank_of_a_group_is_owed_its_blocks(
     for each in parts:
         key = each.src_rank, each.namespace, each.role, each.layer, each.dst_rank
         assert ledger.owed(each) == (owed[key].ranges if key in owed else ())
+
+
+def test_what_is_told_of_a_long_prompt_does_not_grow_with_its_blocks() -> None:
+    """64K tokens over ranks that share them in turn: a part is one range, so that a report fits into a message."""
+    parts = [part(Role.KEY, rank, 4) for rank in range(4)]
+    owed = owed_ranges(parts, 0, 1 << 16, 16)
+    assert [ranges.ranges for ranges in owed.values()] == [((0, 1 << 14),)] * 4
+    done = PushedParts("r1-0", "i0", dp_rank=0)
+    for start in range(0, 1 << 16, 256):
+        for each in parts:
+            for low, high in held_range(start, start + 256, 16, each.modulus, each.residue):
+                done.add(_pushed(each, low, high))
+    report = done.report(0)
+    assert {tuple(each.ranges) for each in report.parts} == {((0, 1 << 14),)}
+    assert len(encode(report)) < 1024
+
+
+def _pushed(part: PlannedPart, start: int, end: int) -> PartPushed:
+    return PartPushed(
+        rank=part.src_rank,
+        seq=1,
+        handoff_id="r1-0",
+        namespace=part.namespace,
+        role=part.role,
+        layer=part.layer,
+        destination_rank=part.dst_rank,
+        start=start,
+        end=end,
+        num_bytes=0,
+        queued_ns=0,
+        started_ns=0,
+        done_ns=0,
+        outcome=PushOutcome.DONE,
+    )

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from common.layout.context_parallel import held_range
 from common.layout.ranges import RangeSet
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.handoff import PartDone, PartsReport, SourceProgress
@@ -145,23 +146,14 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return (Transfer.PULL if part.role in self.pulled else Transfer.PUSH), part.src_rank
 
     def owed(self, part: PlannedPart) -> Ranges:
-        """The ranges that `part` must bring: tokens of the destination's blocks past the cached ones, or `[0, 1)` of a state.
+        """The ranges that `part` must bring: tokens past the cached ones, counted by what the destination keeps, or `[0, 1)` of a state.
 
         A draft cache has no token 0: its first pair is kept at position 1.
         """
         if part.role in {Role.CONV, Role.SSM}:
             return ((0, 1),)
         start = max(self.num_cached_tokens, 1) if part.namespace is Namespace.DRAFT else self.num_cached_tokens
-        end = self.num_prompt_tokens
-        if start >= end:
-            return ()
-        if part.modulus == 1:
-            return ((start, end),)
-        size = self.block_size
-        first = start // size
-        first += (part.residue - first) % part.modulus
-        blocks = range(first, -(-end // size), part.modulus)
-        return tuple((max(start, block * size), min(end, (block + 1) * size)) for block in blocks)
+        return held_range(start, self.num_prompt_tokens, self.block_size, part.modulus, part.residue)
 
     def take(self, report: PartsReport) -> Ledger:
         """The ledger after `report`; the same object for one that is not newer than what its source said last.

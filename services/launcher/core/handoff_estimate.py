@@ -7,7 +7,7 @@ from collections import defaultdict
 import msgspec
 
 from common.engine.config import CONV_KERNEL, ModelConfig
-from common.layout.context_parallel import owned_ranges
+from common.layout.context_parallel import held_range
 from common.layout.planner import plan
 from common.layout.templates import CopyTemplate, PagedTemplate
 from contracts.manifest import Dtype, PlannedPart
@@ -89,5 +89,5 @@ def _moved_bytes(template: CopyTemplate, num_tokens: int, block_size: int) -> in
     if not isinstance(template, PagedTemplate):
         return template.nbytes
     part = template.part
-    ranges = owned_ranges(0, num_tokens, block_size, part.modulus, part.residue)
+    ranges = held_range(0, num_tokens, block_size, part.modulus, part.residue)
     return sum(end - start for start, end in ranges) * template.piece.length * template.token_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.layout.context_parallel import owned_ranges
+from common.layout.context_parallel import held_range
 from common.layout.ranges import RangeSet
 from contracts.manifest import Namespace, PlannedPart, Role
 
@@ -17,7 +17,7 @@ _STATE = RangeSet(((0, 1),))
 def owed_ranges(parts: Iterable[PlannedPart], start: int, end: int, block_size: int) -> dict[OwedKey, RangeSet]:
     """The ranges that complete each part of a prompt whose tokens `[start, end)` are moved; parts that get none are left out.
 
-    Of a prompt of few blocks some ranks of a context-parallel group get none.
+    They count the tokens that each destination rank keeps, as reports do. Of a prompt of few blocks some ranks of a context-parallel group get none.
     """
     shares: dict[tuple[int, int], RangeSet] = {}
     owed: dict[OwedKey, RangeSet] = {}
@@ -27,7 +27,7 @@ def owed_ranges(parts: Iterable[PlannedPart], start: int, end: int, block_size: 
         else:
             share = part.modulus, part.residue
             if share not in shares:
-                shares[share] = RangeSet(owned_ranges(start, end, block_size, *share))
+                shares[share] = RangeSet(held_range(start, end, block_size, *share))
             ranges = shares[share]
         if ranges.ranges:
             owed[part.src_rank, part.namespace, part.role, part.layer, part.dst_rank] = ranges
