@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -17,6 +18,8 @@ QUERY_TILE: Final = 256
 """Most query rows of one sequence that meet a key tile at once."""
 KEY_TILE: Final = 2048
 """Most keys of one sequence that are gathered at once."""
+MAX_BATCHED_TOKENS: Final = 16
+"""Most tokens of a sequence that attend together with those of others: batches are for decoding, not for prompts."""
 BATCH_KEYS: Final = 16384
 """Most keys of a whole decode batch that are gathered at once."""
 
@@ -85,6 +88,7 @@ class AttentionGeometry:
     block_size: int
     dcp_rank: int = 0
     dcp_size: int = 1
+    first_key: int = 0
 
     def local_lengths(self, lengths: Ints) -> Ints:
         """Keys that this rank holds of the first `lengths` of a sequence (vectorised `local_length`)."""
@@ -93,38 +97,34 @@ class AttentionGeometry:
         return local
 
     def build(self, sequences: Sequence[SequenceView]) -> AttentionMetadata:
-        """Metadata of a step whose rows are the tokens of `sequences` in order; those with one token must come first."""
-        num_single = sum(view.num_tokens == 1 for view in sequences)
+        """Metadata of a step whose rows are the tokens of `sequences` in order.
+
+        Neighbours with the same few tokens share a group: give them side by side.
+        """
         write_rows, written = self._writes(sequences)
-        groups = []
-        if num_single:
-            groups.append(self._group(sequences[:num_single], first=0, skip=0, count=1))
-        row = num_single
-        for view in sequences[num_single:]:
-            for skip in range(0, view.num_tokens, QUERY_TILE):
-                count = min(QUERY_TILE, view.num_tokens - skip)
-                groups.append(self._group((view,), first=row + skip, skip=skip, count=count))
-            row += view.num_tokens
-        return AttentionMetadata(write_rows=write_rows, written=written, groups=tuple(groups))
+        groups = self._groups(sequences, [view.num_tokens for view in sequences])
+        return AttentionMetadata(write_rows=write_rows, written=written, groups=groups)
 
     def only(
         self, metadata: AttentionMetadata, sequences: Sequence[SequenceView], wanted: Sequence[int]
     ) -> AttentionMetadata:
         """`metadata` of the same step with fewer query rows: the last `wanted[i]` tokens of sequence i, in the order of `sequences`."""
+        groups = self._groups(sequences, wanted)
+        return AttentionMetadata(write_rows=metadata.write_rows, written=metadata.written, groups=groups)
+
+    def _groups(self, sequences: Sequence[SequenceView], wanted: Sequence[int]) -> tuple[AttentionGroup, ...]:
         groups = []
-        pairs = list(zip(sequences, wanted, strict=True))
-        singles = [view for view, count in pairs if view.num_tokens == 1 and count]
-        if singles:
-            groups.append(self._group(singles, first=0, skip=0, count=1))
-        row = len(singles)
-        for view, count in pairs:
-            if view.num_tokens == 1:
-                continue
-            for skip in range(view.num_tokens - count, view.num_tokens, QUERY_TILE):
-                size = min(QUERY_TILE, view.num_tokens - skip)
-                groups.append(self._group((view,), first=row, skip=skip, count=size))
-                row += size
-        return AttentionMetadata(write_rows=metadata.write_rows, written=metadata.written, groups=tuple(groups))
+        row = 0
+        pairs = [(view, count) for view, count in zip(sequences, wanted, strict=True) if count]
+        for (num_tokens, count), members in groupby(pairs, lambda pair: (pair[0].num_tokens, pair[1])):
+            views = [view for view, _ in members]
+            batches = [views] if num_tokens <= MAX_BATCHED_TOKENS else [[view] for view in views]
+            for batch in batches:
+                for skip in range(num_tokens - count, num_tokens, QUERY_TILE):
+                    size = min(QUERY_TILE, num_tokens - skip)
+                    groups.append(self._group(batch, first=row, skip=skip, count=size))
+                    row += len(batch) * size
+        return tuple(groups)
 
     def _writes(self, sequences: Sequence[SequenceView]) -> tuple[torch.Tensor, torch.Tensor | None]:
         size, heads = self.block_size, self.num_kv_heads
@@ -162,15 +162,17 @@ class AttentionGeometry:
         rows = (table[:, None] * self.num_kv_heads + heads).reshape(-1)
         num_keys = max(1, min(table.shape[1] * self.block_size, longest - start))
         mask = empty = foreign = None
+        low = max(0, self.first_key - start) if self.dcp_rank == 0 else 0
         shortest = int(visible.min())
-        if shortest < start + num_keys:
+        if shortest < start + num_keys or low:
             # One row a query head of the KV head's group and query: heads outside, queries inside.
             per_row = np.tile(visible, (1, self.num_query_heads // self.num_kv_heads if visible.shape[1] > 1 else 1))
             seen = torch.from_numpy(per_row - start)[:, None]
-            hidden = torch.arange(num_keys) >= seen[..., None]
+            keys = torch.arange(num_keys)
+            hidden = (keys >= seen[..., None]) | (keys < low)
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-            empty = seen <= 0 if shortest <= start else None
+            empty = seen <= low if shortest <= start + low else None
             furthest = torch.from_numpy(visible.max(1) - start)
-            if int(furthest.min()) < num_keys:
-                foreign = (torch.arange(num_keys) >= furthest[:, None])[:, None, :, None]
+            if low or int(furthest.min()) < num_keys:
+                foreign = ((keys >= furthest[:, None]) | (keys < low))[:, None, :, None]
         return KeyTile(rows=torch.from_numpy(rows), num_keys=num_keys, mask=mask, empty=empty, foreign=foreign)

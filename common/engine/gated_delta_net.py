@@ -111,6 +111,16 @@ def convolve_step(window: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (window * weight).sum(1)
 
 
+def convolve_round(window: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same for T successive tokens of each of B sequences: `window [B, 3 + T, C]` begins with three older ones; `[B, T, C]`."""
+    taps = weight.shape[0]
+    length = window.shape[1] - taps + 1
+    output = window[:, :length] * weight[0]
+    for i in range(1, taps):
+        output.addcmul_(window[:, i : i + length], weight[i])
+    return output
+
+
 def convolve_chunk(padded: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The same for successive tokens of one sequence: `padded [3 + T, C]` begins with the three tokens before; returns `[T, C]`."""
     taps = weight.shape[0]

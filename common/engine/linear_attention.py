@@ -12,13 +12,14 @@ from common.engine.gated_delta_net import (
     DeltaTokens,
     chunk_rule,
     convolve_chunk,
+    convolve_round,
     convolve_step,
     step_rule,
     unit_length,
 )
 from common.engine.norm import rms_norm
 from common.engine.shard import RankShard
-from common.engine.step_buffers import StepInput
+from common.engine.step_buffers import Round, StepInput
 from common.engine.weights import LinearAttentionWeights
 
 CONV_ROWS: Final = 3
@@ -67,43 +68,86 @@ class LinearAttention:
 def _convolve(cache: torch.Tensor, raw: torch.Tensor, weight: torch.Tensor, step: StepInput) -> torch.Tensor:
     """Convolve `raw [T, C]`, the projections before SiLU, with what each sequence's slot remembers, and remember the rest."""
     outputs = []
-    singles = len(step.slots)
-    if singles:
-        held = state_view(cache, step.slots)
-        before = (cache.index_select(0, step.slot_index) if held is None else held)[:, :CONV_ROWS]
-        window = torch.cat((before, raw[:singles, None]), 1)
-        outputs.append(convolve_step(window, weight))
-        if held is None:
-            cache[:, :CONV_ROWS].index_copy_(0, step.slot_index, window[:, 1:])
+    for each in step.rounds:
+        rows = raw.narrow(0, each.first, len(each.slots) * each.num_tokens)
+        if each.num_tokens == 1 and each.state_rows is None:
+            outputs.append(_convolve_step(cache, rows, weight, each))
         else:
-            before.copy_(window[:, 1:])
+            outputs.append(_convolve_round(cache, rows, weight, each))
     for chunk in step.chunks:
-        state = cache[chunk.slot, :CONV_ROWS]
+        state = cache[chunk.slot, chunk.state_row : chunk.state_row + CONV_ROWS]
         padded = torch.cat((state, raw.narrow(0, chunk.first, chunk.num_tokens)))
         outputs.append(convolve_chunk(padded, weight))
-        state.copy_(padded[-CONV_ROWS:])
+        cache[chunk.slot, :CONV_ROWS].copy_(padded[-CONV_ROWS:])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _convolve_step(cache: torch.Tensor, raw: torch.Tensor, weight: torch.Tensor, each: Round) -> torch.Tensor:
+    """One token a sequence, states in row 0: in place where slots lie side by side."""
+    held = state_view(cache, each.slots)
+    before = (cache.index_select(0, each.slot_index) if held is None else held)[:, :CONV_ROWS]
+    window = torch.cat((before, raw[:, None]), 1)
+    if held is None:
+        cache[:, :CONV_ROWS].index_copy_(0, each.slot_index, window[:, 1:])
+    else:
+        before.copy_(window[:, 1:])
+    return convolve_step(window, weight)
+
+
+def _convolve_round(cache: torch.Tensor, raw: torch.Tensor, weight: torch.Tensor, each: Round) -> torch.Tensor:
+    """Several tokens, all of which the slot remembers: the state behind token t are the columns from t on."""
+    size, count = len(each.slots), each.num_tokens
+    columns = torch.arange(CONV_ROWS)
+    if each.state_rows is not None:
+        columns = each.state_rows[:, None] + columns
+    before = cache[each.slot_index[:, None], columns]
+    window = torch.cat((before, raw.view(size, count, -1)), 1)
+    cache[:, : CONV_ROWS + count - 1].index_copy_(0, each.slot_index, window[:, 1:])
+    return convolve_round(window, weight).flatten(0, 1)
 
 
 def _recur(cache: torch.Tensor, tokens: DeltaTokens, step: StepInput) -> torch.Tensor:
     """Run the recurrence over all sequences of the step: `[T, heads, dv]`."""
     outputs = []
-    current = cache[:, 0]
-    singles = len(step.slots)
-    if singles:
-        held = state_view(current, step.slots)
-        state = current.index_select(0, step.slot_index) if held is None else held
-        # With more than one row a slot the view has gaps between sequences: then this is a copy, and is written back.
-        flat = state.reshape(-1, *state.shape[2:])
-        rows = tokens.rows(0, singles)
-        output = step_rule(DeltaTokens(*(part.flatten(0, 1) for part in rows)), flat)
-        outputs.append(output.view(singles, -1, output.shape[-1]))
-        if held is None:
-            current.index_copy_(0, step.slot_index, flat.view_as(state))
-        elif not held.is_contiguous():
-            held.copy_(flat.view_as(held))
+    for each in step.rounds:
+        rows = tokens.rows(each.first, len(each.slots) * each.num_tokens)
+        if each.num_tokens == 1 and each.state_rows is None:
+            outputs.append(_step(cache[:, 0], rows, each))
+        else:
+            outputs.append(_round(cache, rows, each))
     for chunk in step.chunks:
         rows = tokens.rows(chunk.first, chunk.num_tokens)
-        output = chunk_rule(DeltaTokens(*(part.transpose(0, 1) for part in rows)), current[chunk.slot])
+        state = cache[chunk.slot, 0]
+        if chunk.state_row:
+            state.copy_(cache[chunk.slot, chunk.state_row])
+        output = chunk_rule(DeltaTokens(*(part.transpose(0, 1) for part in rows)), state)
         outputs.append(output.transpose(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _step(current: torch.Tensor, rows: DeltaTokens, each: Round) -> torch.Tensor:
+    """One token a sequence; `current [slots, heads, dk, dv]` are the states of row 0."""
+    held = state_view(current, each.slots)
+    state = current.index_select(0, each.slot_index) if held is None else held
+    # With more than one row a slot the view has gaps between sequences: then this is a copy, and is written back.
+    flat = state.reshape(-1, *state.shape[2:])
+    output = step_rule(DeltaTokens(*(part.flatten(0, 1) for part in rows)), flat)
+    if held is None:
+        current.index_copy_(0, each.slot_index, flat.view_as(state))
+    elif not held.is_contiguous():
+        held.copy_(flat.view_as(held))
+    return output.view(len(each.slots), -1, output.shape[-1])
+
+
+def _round(cache: torch.Tensor, rows: DeltaTokens, each: Round) -> torch.Tensor:
+    """Several tokens a sequence, and the state behind each of them is kept."""
+    size, count = len(each.slots), each.num_tokens
+    begin = cache[each.slot_index, 0 if each.state_rows is None else each.state_rows]
+    state = begin.flatten(0, 1)
+    by_token = DeltaTokens(*(part.view(size, count, *part.shape[1:]).transpose(0, 1) for part in rows))
+    outputs = []
+    for t in range(count):
+        now = DeltaTokens(*(part[t].flatten(0, 1) for part in by_token))
+        outputs.append(step_rule(now, state))
+        cache[:, t].index_copy_(0, each.slot_index, state.view_as(begin))
+    return torch.stack(outputs).view(count, size, -1, outputs[0].shape[-1]).transpose(0, 1).flatten(0, 1)

@@ -27,8 +27,9 @@ def test_single_tokens_come_first_and_logits_keep_the_given_order() -> None:
     step = buffers().fill([sequence(2, 8, [1, 2, 3], num_logits=2), sequence(1, 5, [7]), sequence(0, 6, [9])])
     assert step.token_ids.tolist() == [7, 9, 1, 2, 3]
     assert step.positions.tolist() == [5, 6, 8, 9, 10]
-    assert step.slots == (1, 0)
-    assert step.slot_index.tolist() == [1, 0]
+    (first,) = step.rounds
+    assert (first.first, first.num_tokens, first.slots, first.state_rows) == (0, 1, (1, 0), None)
+    assert first.slot_index.tolist() == [1, 0]
     assert step.chunks == (Chunk(slot=2, first=2, num_tokens=3),)
     assert step.logit_rows.tolist() == [0, 1, 3, 4]
     assert step.logit_order.tolist() == [2, 3, 0, 1]
