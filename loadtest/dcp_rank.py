@@ -159,7 +159,7 @@ class ShardedModel:
 
     def step(self, num_tokens: int) -> torch.Tensor | None:
         """One token behind `num_tokens` others; logits on the sampling rank."""
-        return self._model.forward(self._input(num_tokens))
+        return self._model.forward(self._input(num_tokens)).logits
 
     def read(self, num_tokens: int) -> ReadTime:
         """Attention of all layers, then a sum over as many bytes."""

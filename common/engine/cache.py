@@ -9,7 +9,7 @@ import torch
 
 from common.layout.region import Cache, RegionMap
 from common.layout.shape import LayerType
-from contracts.manifest import Dtype, Role
+from contracts.manifest import Dtype, Namespace, Role
 
 TORCH_DTYPES: Final = {
     Dtype.FLOAT32: torch.float32,
@@ -19,15 +19,18 @@ TORCH_DTYPES: Final = {
 
 
 class LayerCaches:
-    """The target model's caches by layer index.
+    """The caches of the target model and of its draft head, by layer index.
 
     `key[i]`, `value[i]`: `[num_blocks, kv_heads, block_size, head_dim]` of full-attention layer i. `conv[i]`:
     `[num_slots, 3 + k, channels]`, and `ssm[i]`: `[num_slots, k + 1, value_heads, dk, dv]` fp32, of linear layer i. The state
-    of a sequence is in rows 0 to 2 of conv and row 0 of ssm, unless speculation moved it.
+    of a sequence is in rows 0 to 2 of conv and row 0 of ssm, unless speculation moved it. `draft_key[i]` and `draft_value[i]` are
+    those of layer i of the draft head.
     """
 
     def __init__(self, region_map: RegionMap, memory: memoryview) -> None:
         self.region_map = region_map
+        self.draft_key: dict[int, torch.Tensor] = {}
+        self.draft_value: dict[int, torch.Tensor] = {}
         self.key: dict[int, torch.Tensor] = {}
         self.value: dict[int, torch.Tensor] = {}
         self.conv: dict[int, torch.Tensor] = {}
@@ -40,6 +43,10 @@ class LayerCaches:
                 case LayerType.LINEAR:
                     self.conv[layer] = _view(memory, region_map.cache(Role.CONV, layer))
                     self.ssm[layer] = _view(memory, region_map.cache(Role.SSM, layer))
+
+        for layer in range(region_map.shape.num_draft_layers):
+            self.draft_key[layer] = _view(memory, region_map.cache(Role.KEY, layer, Namespace.DRAFT))
+            self.draft_value[layer] = _view(memory, region_map.cache(Role.VALUE, layer, Namespace.DRAFT))
 
     def zero_slot(self, slot: int) -> None:
         """Forget what the slot's last sequence left: every conv column and every state row, of every linear layer."""

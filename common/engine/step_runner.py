@@ -9,12 +9,13 @@ from typing import Final
 import torch
 
 from common.engine.collectives.port import CollectiveAbortedError, Collectives
-from common.engine.model import SAMPLING_RANK, Model
+from common.engine.model import Model
 from common.engine.peers import Peer
 from common.engine.push_lane import PushTask
 from common.engine.pusher import Pusher
 from common.engine.sampler import Draw, Sampler
 from common.engine.step_buffers import StepBuffers, StepSequence
+from common.engine.tensor_parallel import SAMPLING_RANK
 from common.layout.bind import TokenChunk
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
@@ -133,13 +134,13 @@ class StepRunner:
             self._submit(layer, pushes)
 
         if pushes:
-            logits = self._model.forward(step, on_layer_start=on_layer_start, on_layer_written=on_layer_written)
+            output = self._model.forward(step, on_layer_start=on_layer_start, on_layer_written=on_layer_written)
         else:
-            logits = self._model.forward(step)
+            output = self._model.forward(step)
         for push in pushes:
             sequences[push.binding.seq].pushed_end = push.chunk.end
         drawn = [(item, sequence) for item, sequence in zip(plan.items, bound, strict=True) if item.sample]
-        return self._sample(logits, drawn) if drawn else ()
+        return self._sample(output.logits, drawn) if drawn else ()
 
     def _agree(self, failure: Exception | None) -> None:
         """Raise `_AgreedError` on all ranks when some rank cannot run the step; nothing has been changed then."""

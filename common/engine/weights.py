@@ -54,6 +54,17 @@ class ModelWeights:
     lm_head: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class MtpWeights:
+    """The draft head. `combine` is `[hidden, 2 * hidden]`: columns are [embedding | hidden state]. Norms are 1 + w in fp32."""
+
+    embedding_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    combine: torch.Tensor
+    layer: LayerWeights
+    norm: torch.Tensor
+
+
 class _Reader:
     def __init__(self, checkpoint: Checkpoint, shard: RankShard, dtype: torch.dtype) -> None:
         self.checkpoint, self.shard, self.dtype = checkpoint, shard, dtype
@@ -142,6 +153,24 @@ def load_weights(folder: Path, shard: RankShard, dtype: torch.dtype) -> ModelWei
             ),
             final_norm=reader.norm(f"{prefix}norm.weight"),
             lm_head=lm_head,
+        )
+
+
+def load_mtp_weights(folder: Path, shard: RankShard, dtype: torch.dtype) -> MtpWeights:
+    """Read the draft head of the checkpoint in `folder`: the part of its layer that `shard` says, and all of the rest.
+
+    Raises `CheckpointError` for a checkpoint that has none.
+    """
+    with Checkpoint(folder, shard.config) as checkpoint:
+        if not shard.config.num_mtp_layers:
+            raise CheckpointError("mtp.*: the checkpoint has no draft head (mtp_num_hidden_layers is 0)")
+        reader = _Reader(checkpoint, shard, dtype)
+        return MtpWeights(
+            embedding_norm=reader.norm("mtp.pre_fc_norm_embedding.weight"),
+            hidden_norm=reader.norm("mtp.pre_fc_norm_hidden.weight"),
+            combine=reader.own("mtp.fc.weight"),
+            layer=reader.layer("mtp.layers.0.", full=True),
+            norm=reader.norm("mtp.norm.weight"),
         )
 
 

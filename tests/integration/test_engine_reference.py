@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from common.engine.cache import LayerCaches
 from common.engine.cache_shape import cache_shape
 from common.engine.config import load_config
 from common.engine.device.cpu import CpuDevice
-from common.engine.model import Model
+from common.engine.model import LayerHook, Model, ignore_layer
 from common.engine.shard import RankShard
 from common.engine.step_buffers import StepBuffers, StepSequence
 from common.engine.weights import load_weights
@@ -50,9 +51,16 @@ class Runner:
         )
         self.buffers = StepBuffers(geometry, max_tokens=1024, max_sequences=8, device=device.torch_device)
 
-    def __call__(self, sequences: Sequence[StepSequence], **hooks: Callable[[int], None]) -> torch.Tensor:
+    def __call__(
+        self,
+        sequences: Sequence[StepSequence],
+        *,
+        on_layer_start: LayerHook = ignore_layer,
+        on_layer_written: LayerHook = ignore_layer,
+    ) -> torch.Tensor:
         """Logits of a step."""
-        logits = self.model.forward(self.buffers.fill(sequences), **hooks)
+        step = self.buffers.fill(sequences)
+        logits = self.model.forward(step, on_layer_start=on_layer_start, on_layer_written=on_layer_written).logits
         assert logits is not None
         return logits
 
@@ -116,7 +124,7 @@ def test_a_step_without_logits_still_writes_the_last_layer(reference: Any) -> No
     prompt = reference.prompts[3]
     runner = Runner(reference.folder)
     step = [StepSequence(slot=2, block_ids=BLOCKS, start=0, token_ids=prompt.token_ids[:200], num_logits=0)]
-    assert runner.model.forward(runner.buffers.fill(step)) is None
+    assert runner.model.forward(runner.buffers.fill(step)) == (None, None)
     rest = prompt.token_ids[200:]
     logits = runner([StepSequence(slot=2, block_ids=BLOCKS, start=200, token_ids=rest, num_logits=len(rest))])
     assert float((logits - prompt.logits[200 : 200 + len(rest)]).abs().max()) <= reference.tolerance
@@ -190,3 +198,56 @@ def test_each_layer_is_announced_once_when_its_cache_is_complete(reference: Any)
     step = StepSequence(slot=2, block_ids=BLOCKS, start=0, token_ids=[5, 6, 7], num_logits=1)
     runner([step], on_layer_written=check, on_layer_start=started.append)
     assert written == started == list(range(runner.config.num_hidden_layers))
+
+
+def test_tokens_may_be_taken_back_behind_any_of_them(reference: Any) -> None:
+    """Rounds of up to four tokens, some of them wrong: each sequence goes on behind as many as were right, in one batch.
+
+    The right ones have the reference's logits, whatever was guessed behind them, in whatever company.
+    """
+    runner = Runner(reference.folder, num_speculative_tokens=3)
+    prompts = reference.prompts
+    tables = [list(range(i, 196, 7)) for i in range(4)]
+    truths = [list(prompt.token_ids + prompt.output_ids) for prompt in prompts]
+    ends = [len(prompt.token_ids) for prompt in prompts]
+    for i, prompt in enumerate(prompts):
+        runner([StepSequence(slot=i, block_ids=tables[i], start=0, token_ids=prompt.token_ids, num_logits=1)])
+    rows, rng = [0] * 4, random.Random(7)
+    for _ in range(12):
+        step, num_right = [], []
+        for i, truth in enumerate(truths):
+            size, right = rng.randint(1, 4), rng.randint(1, 4)
+            piece = truth[ends[i] : ends[i] + size]
+            wrong = [(token + 1) % runner.config.vocab_size for token in piece[right:]]
+            num_right.append(min(size, right))
+            step.append(
+                StepSequence(
+                    slot=i,
+                    block_ids=tables[i],
+                    start=ends[i],
+                    token_ids=piece[:right] + wrong,
+                    num_logits=size,
+                    state_row=rows[i],
+                    checkpoints=True,
+                )
+            )
+        found = runner(step).split_with_sizes([each.num_logits for each in step])
+        for i, (prompt, logits) in enumerate(zip(prompts, found, strict=True)):
+            expected = prompt.logits[ends[i] : ends[i] + num_right[i]]
+            assert float((logits[: num_right[i]] - expected).abs().max()) <= reference.tolerance
+            rows[i] = num_right[i] - 1
+            ends[i] += num_right[i]
+
+
+def test_a_state_that_was_not_taken_back_is_noticed(reference: Any) -> None:
+    """A planted fault: going on behind a token that was wrong, in one layer's recurrent state alone, is a visible error."""
+    runner = Runner(reference.folder, num_speculative_tokens=1)
+    prompt = reference.prompts[1]
+    runner.feed(prompt.token_ids, [64])
+    wrong = [prompt.output_ids[0], (prompt.output_ids[1] + 1) % runner.config.vocab_size]
+    step = StepSequence(slot=2, block_ids=BLOCKS, start=64, token_ids=wrong, num_logits=1, checkpoints=True)
+    runner([step])
+    ssm = next(iter(runner.caches.ssm.values()))
+    ssm[2, 0] = ssm[2, 1]
+    step = StepSequence(slot=2, block_ids=BLOCKS, start=65, token_ids=[prompt.output_ids[1]], num_logits=1)
+    assert float((runner([step])[0] - prompt.logits[65]).abs().max()) > 10 * reference.tolerance
