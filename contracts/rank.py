@@ -34,7 +34,8 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
     """The first message to a rank: load your shard, allocate your region. Answered by `RankStarted`.
 
     It is tensor-parallel rank `rank` of `tp`, in replica `dp_rank` of the `dp` that its worker has. Each `dcp` ranks in succession
-    share the blocks of a sequence: `num_blocks` counts those of one rank. Behind its caches it keeps `num_staging_rows` rows, each
+    share the blocks of a sequence: `num_blocks` counts those of one rank. The draft head guesses up to `num_speculative_tokens`
+    tokens; with `mtp_draft_body_tp1` each rank computes all of its layer. Behind its caches it keeps `num_staging_rows` rows, each
     for what one sequence's states are made of while they are being pulled.
     """
 
@@ -55,6 +56,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
     dtype: str = "float32"
     device: str = "cpu"
     num_speculative_tokens: int = 0
+    mtp_draft_body_tp1: bool = False
     collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY
     collective_timeout_ms: int = 30_000
     transport: str = "shm"
@@ -193,8 +195,9 @@ class ReleaseSequences(msgspec.Struct, frozen=True, kw_only=True, tag="release_s
 class StepItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One sequence's share of a step: the tokens at positions `[start, start + num_tokens)`.
 
-    `token_ids` empty means one token: the one sampled for this sequence by the step before. With `sample` the next token
-    is drawn after the last of them; `last_chunk` says that the prompt ends here, so that states are final.
+    `token_ids` empty means the token sampled for this sequence by the step before, and behind it what was guessed since, at most
+    `num_tokens` in all. With `sample` tokens are drawn: one behind the last of them, or, where some were guessed, one behind each as far
+    as the guesses were right; `last_chunk` says that the prompt ends here, so that states are final.
     """
 
     seq: int
@@ -213,7 +216,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="step_plan"):
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The token drawn for a sequence; `position` is where it stands in the sequence."""
+    """A token drawn for a sequence; `position` is where it stands in the sequence. A step may give a sequence several, in order."""
 
     seq: int
     position: int

@@ -15,10 +15,11 @@ def cache_shape(
     num_blocks: int,
     num_slots: int,
     num_speculative_tokens: int = 0,
+    draft_whole: bool = False,
 ) -> CacheShape:
     """The dimensions of a model's caches; with a speculation depth the draft head has a cache too.
 
-    The counts are those of one rank.
+    The counts are those of one rank. With `draft_whole` each has all heads of the draft.
     """
     return CacheShape(
         layer_types=tuple(LayerType(kind) for kind in config.layer_types),
@@ -35,4 +36,5 @@ def cache_shape(
         num_slots=num_slots,
         num_speculative_tokens=num_speculative_tokens,
         num_draft_layers=config.num_mtp_layers if num_speculative_tokens else 0,
+        draft_whole=draft_whole and num_speculative_tokens > 0,
     )

@@ -13,6 +13,7 @@ import torch
 
 from common.dataplane.failpoints import parse_failpoints
 from common.dataplane.port import DataPlane, Quiescence, WriteGrant
+from common.engine.agreement import Agreement
 from common.engine.attention_metadata import AttentionGeometry
 from common.engine.cache import TORCH_DTYPES, LayerCaches
 from common.engine.cache_shape import cache_shape
@@ -22,6 +23,7 @@ from common.engine.context_group import split_context
 from common.engine.device.cpu import CpuDevice
 from common.engine.device.port import Device
 from common.engine.digests import Digester
+from common.engine.drafting import check_drafts, make_drafter
 from common.engine.fingerprint import checkpoint_fingerprint
 from common.engine.link_shaper import LinkShaper
 from common.engine.model import Model
@@ -101,15 +103,19 @@ class Rank:
         device.prepare_process()
         dtype = _dtype(start.dtype)
         failpoints = parse_failpoints(start.failpoints)
-        if start.num_speculative_tokens:
-            rule = "0: this engine decodes one token at a time"
-            raise InvalidValueError(field="num_speculative_tokens", value=start.num_speculative_tokens, rule=rule)
         folder = Path(start.model_dir)
         config = load_config(folder)
+        check_drafts(start, config)
         shard = RankShard(config=config, tp_rank=start.rank, tp_size=start.tp, dcp_size=start.dcp)
         context = split_context(ports.collectives, start.dcp)
         shape = cache_shape(
-            config, dtype=dtype, block_size=start.block_size, num_blocks=start.num_blocks, num_slots=start.num_slots
+            config,
+            dtype=dtype,
+            block_size=start.block_size,
+            num_blocks=start.num_blocks,
+            num_slots=start.num_slots,
+            num_speculative_tokens=start.num_speculative_tokens,
+            draft_whole=start.mtp_draft_body_tp1,
         )
         at = Coordinates(
             dp_rank=start.dp_rank,
@@ -144,18 +150,32 @@ class Rank:
             dcp_rank=shard.dcp_rank,
             dcp_size=start.dcp,
         )
+        model = Model(shard, weights, self._caches, ports.collectives, device, context=context)
+        agreement = Agreement(Sampler(config.eos_token_ids), ports.collectives)
+        self._drafter = make_drafter(
+            start,
+            model,
+            self._caches,
+            collectives=ports.collectives,
+            context=context,
+            agreement=agreement,
+            device=device,
+            dtype=TORCH_DTYPES[dtype],
+        )
         self._steps = StepRunner(
-            model=Model(shard, weights, self._caches, ports.collectives, device, context=context),
+            model=model,
             buffers=StepBuffers(
                 geometry,
                 max_tokens=start.max_step_tokens,
                 max_sequences=start.max_step_sequences,
                 device=device.torch_device,
             ),
-            sampler=Sampler(config.eos_token_ids),
+            agreement=agreement,
             collectives=ports.collectives,
             pusher=self._pusher,
             clock=ports.clock,
+            drafter=self._drafter,
+            depth=start.num_speculative_tokens,
         )
         self.started: Final = RankStarted(
             rank=start.rank,
@@ -358,6 +378,8 @@ class Rank:
             is_idle = self._pusher.wait_idle(binding.seq, deadline) and self._puller.wait_idle(binding.seq, deadline)
             if quiescence is Quiescence.YES and is_idle:
                 del self._sequences[binding.seq]
+                if self._drafter is not None:
+                    self._drafter.forget(binding.seq)
             else:
                 indeterminate.append(binding.seq)
         return Done(rank=self._start.rank, indeterminate=tuple(indeterminate))

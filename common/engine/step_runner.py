@@ -4,40 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
+from common.engine.agreement import NO_TOKEN, AgreedError, Agreement
 from common.engine.collectives.port import CollectiveAbortedError, Collectives
-from common.engine.model import Model
+from common.engine.drafter import Advance, Drafter, num_accepted
+from common.engine.model import Model, Output
 from common.engine.peers import Peer
 from common.engine.push_lane import PushTask
 from common.engine.pusher import Pusher
-from common.engine.sampler import Draw, Sampler
-from common.engine.step_buffers import StepBuffers, StepSequence
+from common.engine.sampler import Draw
+from common.engine.step_buffers import StepBuffers, StepInput, StepSequence
 from common.engine.tensor_parallel import SAMPLING_RANK
 from common.layout.bind import TokenChunk
 from common.runtime.clock import Clock
-from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
+from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError
 from contracts.handoff import Grant
 from contracts.manifest import Namespace, Role
 from contracts.rank import BindSequence, SampledToken, StepDone, StepItem, StepPlan
-
-NO_TOKEN: Final = -1
 
 
 @dataclass(kw_only=True)
 class BoundSequence:
     """A sequence with memory on this rank.
 
-    `last_token` is what the latest step sampled for it, and `last_position` where that token stands. `pushed_end` is where the
-    tokens end whose KV has been handed to the pusher.
+    `last_token` is what the latest step sampled for it, and `last_position` where that token stands; `drafts` are guesses of what
+    comes behind it. Its recurrent states are in `state_row`. `pushed_end` is where the tokens end whose KV has been handed to the
+    pusher.
     """
 
     binding: BindSequence
     peer: Peer | None
     last_token: int = NO_TOKEN
     last_position: int = -1
+    drafts: Sequence[int] = ()
+    state_row: int = 0
     pushed_end: int = 0
 
     def __post_init__(self) -> None:
@@ -58,21 +60,28 @@ class _Push:
 
 
 class StepRunner:
-    """Runs steps one after the other. `collectives` is None with one rank."""
+    """Runs steps one after the other. `collectives` is None with one rank, `drafter` where nobody guesses.
+
+    `depth` tokens are guessed at most: the caches have room for as many states.
+    """
 
     def __init__(
         self,
         *,
         model: Model,
         buffers: StepBuffers,
-        sampler: Sampler,
+        agreement: Agreement,
         collectives: Collectives | None,
         pusher: Pusher,
         clock: Clock,
+        drafter: Drafter | None = None,
+        depth: int = 0,
     ) -> None:
         self._model = model
         self._buffers = buffers
-        self._sampler = sampler
+        self._agreement = agreement
+        self._drafter = drafter
+        self._depth = depth
         self._group = collectives if collectives is not None and collectives.size > 1 else None
         self._pusher = pusher
         self._clock = clock
@@ -90,7 +99,7 @@ class StepRunner:
             tokens = self._run(plan, sequences, layer_started_ns)
         except CollectiveAbortedError as failure:
             error = ErrorInfo(code=ErrorCode.WORKER_LOST, message=failure.message)
-        except _AgreedError as failure:
+        except AgreedError as failure:
             error = failure.info
         except Exception as failure:  # noqa: BLE001 - the other ranks wait in a collective: they must be told
             reason = f"{type(failure).__name__}: {failure}"
@@ -115,82 +124,115 @@ class StepRunner:
         failure: Exception | None = None
         try:
             bound = [_find(item, sequences) for item in plan.items]
-            step = self._buffers.fill(
-                [self._resolve(item, sequence) for item, sequence in zip(plan.items, bound, strict=True)]
-            )
+            laid = [self._resolve(item, sequence) for item, sequence in zip(plan.items, bound, strict=True)]
+            step = self._buffers.fill(laid)
         except Exception as error:  # noqa: BLE001 - one rank's failure becomes everybody's verdict
             failure = error
-        self._agree(failure)
+        self._agreement.agree(failure)
         pushes = [
             push
             for item, sequence in zip(plan.items, bound, strict=True)
             if (push := self._push_of(item, sequence)) is not None
         ]
+        output = self._forward(step, pushes, layer_started_ns)
+        for push in pushes:
+            sequences[push.binding.seq].pushed_end = push.chunk.end
+        drawn = [(sequence, each) for sequence, each in zip(bound, laid, strict=True) if each.num_logits]
+        chosen = iter(self._sample(output.logits, drawn) if drawn else ())
+        tokens = [next(chosen) if each.num_logits else [] for each in laid]
+        for sequence, each, found in zip(bound, laid, tokens, strict=True):
+            _move_on(sequence, each, found)
+        if self._drafter is not None:
+            self._draft(self._drafter, output, step, bound, laid)
+        return tuple(
+            SampledToken(seq=item.seq, position=sequence.last_position - len(found) + 1 + i, token_id=token)
+            for item, sequence, found in zip(plan.items, bound, tokens, strict=True)
+            for i, token in enumerate(found)
+        )
 
+    def _forward(self, step: StepInput, pushes: Sequence[_Push], layer_started_ns: list[int]) -> Output:
         def on_layer_start(_: int) -> None:
             layer_started_ns.append(self._clock.monotonic_ns())
 
         def on_layer_written(layer: int) -> None:
             self._submit(layer, pushes)
 
-        if pushes:
-            output = self._model.forward(step, on_layer_start=on_layer_start, on_layer_written=on_layer_written)
-        else:
-            output = self._model.forward(step)
-        for push in pushes:
-            sequences[push.binding.seq].pushed_end = push.chunk.end
-        drawn = [(item, sequence) for item, sequence in zip(plan.items, bound, strict=True) if item.sample]
-        return self._sample(output.logits, drawn) if drawn else ()
+        keep_hidden = self._drafter is not None and self._drafter.needs_hidden
+        if not pushes:
+            return self._model.forward(step, keep_hidden=keep_hidden)
+        return self._model.forward(
+            step, on_layer_start=on_layer_start, on_layer_written=on_layer_written, keep_hidden=keep_hidden
+        )
 
-    def _agree(self, failure: Exception | None) -> None:
-        """Raise `_AgreedError` on all ranks when some rank cannot run the step; nothing has been changed then."""
-        if self._group is not None:
-            failed = torch.zeros(self._group.size, dtype=torch.int64)
-            failed[self._group.rank] = failure is not None
-            self._group.all_reduce_sum(failed)
-            if failure is None and bool(failed.any()):
-                raise _AgreedError(
-                    f"ranks {failed.nonzero()[:, 0].tolist()} cannot run the step", code=ErrorCode.WORKER_FAILED
-                )
-        if failure is not None:
-            raise _AgreedError(f"{type(failure).__name__}: {failure}", code=_code(failure)) from failure
+    def _draft(
+        self,
+        drafter: Drafter,
+        output: Output,
+        step: StepInput,
+        bound: Sequence[BoundSequence],
+        laid: Sequence[StepSequence],
+    ) -> None:
+        """Tell the drafter how far everybody has come, and keep its guesses."""
+        advances = [
+            self._advance(sequence, each, first_row)
+            for sequence, each, first_row in zip(bound, laid, step.first_rows, strict=True)
+        ]
+        for sequence, drafts in zip(bound, drafter.advance(output.hidden, advances), strict=True):
+            sequence.drafts = drafts
+
+    def _advance(self, sequence: BoundSequence, laid: StepSequence, first_row: int) -> Advance:
+        binding = sequence.binding
+        # Where the cache is handed on, its new owner computes the pair of the last prompt token: it has the token behind it.
+        goes_on = laid.num_logits > 0 and binding.push is None
+        end = sequence.last_position if laid.num_logits else laid.start + len(laid.token_ids)
+        geometry = self._buffers.geometry
+        num_places = len(binding.block_ids) * geometry.block_size * geometry.dcp_size
+        return Advance(
+            seq=binding.seq,
+            block_ids=binding.block_ids,
+            start=laid.start,
+            token_ids=laid.token_ids[: end - laid.start],
+            next_token=sequence.last_token if goes_on else None,
+            first_row=first_row,
+            num_drafts=max(0, min(self._depth, num_places - end - 1)) if goes_on else 0,
+            sampling=binding.sampling,
+            num_prompt_tokens=binding.num_prompt_tokens,
+        )
 
     def _sample(
-        self, logits: torch.Tensor | None, drawn: Sequence[tuple[StepItem, BoundSequence]]
-    ) -> tuple[SampledToken, ...]:
-        """Choose tokens on the sampling rank and tell the others: every rank remembers them."""
-        failure: Exception | None = None
-        chosen = [NO_TOKEN] * len(drawn)
-        if logits is not None:
-            try:
-                chosen = self._sampler.sample(logits, [_draw(item, sequence) for item, sequence in drawn])
-            except Exception as error:  # noqa: BLE001 - the others wait for tokens: they get the sign that there are none
-                failure = error
-        if self._group is not None:
-            told = torch.tensor(chosen, dtype=torch.int64)
-            self._group.broadcast(SAMPLING_RANK, told)
-            chosen = told.tolist()
-        if failure is not None:
-            raise _AgreedError(f"{type(failure).__name__}: {failure}", code=_code(failure)) from failure
-        if NO_TOKEN in chosen:
-            raise _AgreedError("the sampling rank could not choose tokens", code=ErrorCode.WORKER_FAILED)
+        self, logits: torch.Tensor | None, drawn: Sequence[tuple[BoundSequence, StepSequence]]
+    ) -> list[list[int]]:
+        """The tokens that each sequence goes on with, on all ranks: the model's own choices, as far as its guesses were right.
+
+        The choice at a position depends on what stands before it and on the position's random number, never on what was guessed:
+        so guesses change nothing but the number of steps.
+        """
+        draws = [
+            _draw(sequence, laid.start + len(laid.token_ids) - laid.num_logits + 1 + i)
+            for sequence, laid in drawn
+            for i in range(laid.num_logits)
+        ]
+        chosen = iter(self._agreement.choose(logits, draws))
         tokens = []
-        for token, (item, sequence) in zip(chosen, drawn, strict=True):
-            sequence.last_token, sequence.last_position = token, item.start + item.num_tokens
-            tokens.append(SampledToken(seq=item.seq, position=sequence.last_position, token_id=token))
-        return tuple(tokens)
+        for _, laid in drawn:
+            choices = [next(chosen) for _ in range(laid.num_logits)]
+            guesses = laid.token_ids[len(laid.token_ids) - laid.num_logits + 1 :]
+            tokens.append(choices[: num_accepted(guesses, choices) + 1])
+        return tokens
 
     def _resolve(self, item: StepItem, sequence: BoundSequence) -> StepSequence:
-        """The step's tokens of one sequence; an item without token ids means the token of the step before."""
+        """The step's tokens of one sequence; without token ids the one of the step before, and guesses as far as there are some."""
         token_ids: Sequence[int] = item.token_ids
         if not token_ids:
-            if item.num_tokens != 1 or sequence.last_position != item.start:
+            most = self._depth + 1
+            if not 1 <= item.num_tokens <= most or sequence.last_position != item.start:
                 rule = (
-                    f"1 token at {sequence.last_position}, where the last sampled token stands, or explicit token ids"
+                    f"1 to {most} tokens at {sequence.last_position}, where the last sampled token stands, or explicit "
+                    "token ids"
                 )
                 raise InvalidValueError(field="step item", value=(item.start, item.num_tokens), rule=rule)
-            token_ids = (sequence.last_token,)
-        if len(token_ids) != item.num_tokens:
+            token_ids = (sequence.last_token, *sequence.drafts[: item.num_tokens - 1])
+        elif len(token_ids) != item.num_tokens:
             raise InvalidValueError(
                 field="num_tokens", value=item.num_tokens, rule=f"the {len(token_ids)} token ids given"
             )
@@ -199,12 +241,15 @@ class StepRunner:
             # With several ranks, a token that belongs to none of them would pass for a vector of zeros.
             wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
             raise InvalidValueError(field="token_ids", value=wrong, rule=f"0 to vocab_size - 1 ({vocab_size - 1})")
+        guessed = not item.token_ids
         return StepSequence(
             slot=sequence.binding.slot,
             block_ids=sequence.binding.block_ids,
             start=item.start,
             token_ids=token_ids,
-            num_logits=int(item.sample),
+            num_logits=(len(token_ids) if guessed else 1) if item.sample else 0,
+            state_row=sequence.state_row,
+            checkpoints=guessed and self._depth > 0,
         )
 
     def _push_of(self, item: StepItem, sequence: BoundSequence) -> _Push | None:
@@ -258,14 +303,6 @@ class StepRunner:
             self._pusher.submit(tasks)
 
 
-class _AgreedError(PdmeshError):
-    """A failure that every rank knows of: the engine goes on."""
-
-
-def _code(failure: Exception) -> ErrorCode:
-    return failure.code if isinstance(failure, PdmeshError) else ErrorCode.INTERNAL
-
-
 def _find(item: StepItem, sequences: dict[int, BoundSequence]) -> BoundSequence:
     sequence = sequences.get(item.seq)
     if sequence is None:
@@ -273,8 +310,18 @@ def _find(item: StepItem, sequences: dict[int, BoundSequence]) -> BoundSequence:
     return sequence
 
 
-def _draw(item: StepItem, sequence: BoundSequence) -> Draw:
-    position = item.start + item.num_tokens
+def _move_on(sequence: BoundSequence, laid: StepSequence, found: Sequence[int]) -> None:
+    """Note what a step gave a sequence: the tokens `found`, the last of which is still to be computed."""
+    sequence.drafts = ()
+    if found:
+        num_right = len(laid.token_ids) - laid.num_logits + len(found)
+        sequence.last_token, sequence.last_position = found[-1], laid.start + num_right
+        sequence.state_row = num_right - 1 if laid.checkpoints else 0
+    else:
+        sequence.state_row = len(laid.token_ids) - 1 if laid.checkpoints else 0
+
+
+def _draw(sequence: BoundSequence, position: int) -> Draw:
     binding = sequence.binding
     return Draw(
         sampling=binding.sampling, position=position, num_generated=max(0, position - binding.num_prompt_tokens)

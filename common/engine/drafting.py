@@ -1,0 +1,70 @@
+"""The drafter of a rank, as its start asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from common.engine.agreement import Agreement
+from common.engine.attention_metadata import AttentionGeometry
+from common.engine.cache import LayerCaches
+from common.engine.collectives.port import Collectives
+from common.engine.config import ModelConfig
+from common.engine.context_group import ContextGroup
+from common.engine.device.port import Device
+from common.engine.full_attention import FullAttention, PagedCache
+from common.engine.model import Model
+from common.engine.mtp_drafter import MtpDrafter
+from common.engine.mtp_head import FIRST_KEY, MtpHead
+from common.engine.shard import RankShard
+from common.engine.tensor_parallel import TensorParallel
+from common.engine.weights import load_mtp_weights
+from contracts.errors import InvalidValueError
+from contracts.rank import StartRank
+
+
+def check_drafts(start: StartRank, config: ModelConfig) -> None:
+    """Raise `InvalidValueError` for a draft that the checkpoint has no head for, or that cannot be laid out."""
+    if start.num_speculative_tokens and not config.num_mtp_layers:
+        rule = "0: the checkpoint has no draft head (mtp_num_hidden_layers is 0)"
+        raise InvalidValueError(field="num_speculative_tokens", value=start.num_speculative_tokens, rule=rule)
+    if start.mtp_draft_body_tp1 and start.dcp > 1:
+        rule = "false with dcp above 1: ranks that share blocks share the draft's heads too"
+        raise InvalidValueError(field="mtp_draft_body_tp1", value=start.mtp_draft_body_tp1, rule=rule)
+
+
+def make_drafter(
+    start: StartRank,
+    model: Model,
+    caches: LayerCaches,
+    *,
+    collectives: Collectives | None,
+    context: ContextGroup | None,
+    agreement: Agreement,
+    device: Device,
+    dtype: torch.dtype,
+) -> MtpDrafter | None:
+    """The drafter of a rank that has passed `check_drafts`; None where nothing is guessed. Raises `CheckpointError`."""
+    if not start.num_speculative_tokens:
+        return None
+    config = model.config
+    shard = RankShard(config=config) if start.mtp_draft_body_tp1 else model.shard
+    head = MtpHead(
+        load_mtp_weights(Path(start.model_dir), shard, dtype),
+        model.weights,
+        PagedCache(caches.draft_key[0], caches.draft_value[0]),
+        body=TensorParallel(shard, None) if start.mtp_draft_body_tp1 else TensorParallel(shard, collectives),
+        ranks=model.ranks,
+        attention=FullAttention(shard, device, context),
+        eps=config.rms_norm_eps,
+    )
+    geometry = AttentionGeometry(
+        num_query_heads=shard.num_attending_heads,
+        num_kv_heads=len(shard.kv_heads),
+        block_size=start.block_size,
+        dcp_rank=shard.dcp_rank,
+        dcp_size=start.dcp,
+        first_key=FIRST_KEY,
+    )
+    return MtpDrafter(head, geometry, agreement, device.torch_device)
