@@ -12,6 +12,8 @@ from contracts.errors import InvalidValueError
 
 Check = Callable[[], bool]
 
+NOT_READY: Final = "not_ready"
+"""What /ready calls the state of a service that is up, but lacks something."""
 _SHUTDOWN_TIMEOUT_S: Final = 1.0
 
 
@@ -19,8 +21,8 @@ class AdminRoutes:
     """The three handlers. A service with an HTTP port of its own adds `routes()` to it instead of an AdminServer.
 
     /health answers 200 as long as every check of `alive` holds: a process that fails it should be restarted.
-    /ready answers 200 while the state is READY and every check of `ready` holds: send work only then.
-    Both name the checks that fail, with status 503.
+    /ready answers 200 while the state is READY and every check of `ready` holds: send work only then; else its `state` is never
+    "ready". Both name the checks that fail, with status 503.
     """
 
     def __init__(
@@ -48,15 +50,20 @@ class AdminRoutes:
         return self._verdict(self._state() is not State.STOPPED, self._alive)
 
     async def _readiness(self, _request: web.Request) -> web.Response:
-        return self._verdict(self._state() is State.READY, self._ready)
+        return self._verdict(self._state() is State.READY, self._ready, unless_good=NOT_READY)
 
     async def _exposition(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": self._metrics.content_type})
 
-    def _verdict(self, state_allows: bool, checks: Mapping[str, Check]) -> web.Response:
+    def _verdict(
+        self, state_allows: bool, checks: Mapping[str, Check], *, unless_good: str | None = None
+    ) -> web.Response:
         failing = sorted(name for name, check in checks.items() if not check())
-        body = orjson.dumps({"state": self._state(), "failing": failing})
         good = state_allows and not failing
+        state: str = self._state()
+        if unless_good is not None and state_allows and not good:
+            state = unless_good
+        body = orjson.dumps({"state": state, "failing": failing})
         return web.Response(status=200 if good else 503, body=body, content_type="application/json")
 
 

@@ -12,14 +12,14 @@ class Console:
     """Writes at once, whatever standard output is connected to."""
 
     def __init__(self, clock: Clock, *, out: TextIO | None = None, progress: TextIO | None = None) -> None:
-        self._clock = clock
+        self.clock = clock
         self._start = clock.monotonic()
         self._out = sys.stdout if out is None else out
         self._progress = sys.stderr if progress is None else progress
 
     def say(self, text: str) -> None:
         """One step of progress."""
-        print(f"[{self._clock.monotonic() - self._start:6.1f} s] {text}", file=self._progress, flush=True)
+        print(f"[{self.clock.monotonic() - self._start:6.1f} s] {text}", file=self._progress, flush=True)
 
     def show(self, text: str, *, end: str = "\n") -> None:
         """A result, or a piece of one."""

@@ -6,6 +6,7 @@ from typing import Final
 
 from common.bus.errors import BusError
 from common.bus.port import Bus
+from common.runtime.clock import Deadline
 from contracts import ids, subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode
@@ -19,21 +20,24 @@ EXIT_SHOWN: Final = 0
 EXIT_NOT_SHOWN: Final = 1
 
 _ANSWER_S: Final = 5.0
+_PATIENCE_S: Final = 15.0
+"""A broker that stands by takes over within 10 s."""
+_PAUSE_S: Final = 1.0
 _MAX_ATTEMPTS: Final = 256
 
 
 async def show_handoff(bus: Bus, name: str, console: Console) -> int:
-    """Print a handoff, or every attempt of a request; return 1 when the broker knows nothing of it, or does not answer.
+    """Print a handoff, or every attempt of a request; return 1 when it is not known, or no broker answers.
 
-    A completion's `id`, as a client sees it, will do. Raises `InvalidValueError` for what is no id.
+    A completion's `id`, as a client sees it, will do. A takeover is waited for. Raises `InvalidValueError` for what is no id.
     """
     name = ids.check_token("id", name.removeprefix("chat").removeprefix("cmpl-"))
     num_shown = 0
     for handoff_id in (name, *(ids.handoff_id(name, attempt) for attempt in range(_MAX_ATTEMPTS))):
         try:
-            answer = await _ask(bus, handoff_id)
+            answer = await _ask_patiently(bus, handoff_id, console)
         except BusError as error:
-            console.say(f"no broker answered within {_ANSWER_S:g} s ({error.code})")
+            console.say(f"no broker answered within {_PATIENCE_S:g} s ({error.code}): none leads")
             return EXIT_NOT_SHOWN
         if isinstance(answer, HandoffView):
             console.show(("\n" if num_shown else "") + render_handoff(answer))
@@ -48,6 +52,24 @@ async def show_handoff(bus: Bus, name: str, console: Console) -> int:
     if not num_shown:
         console.say(f"the broker knows nothing of {name}; its events may still be there: pdmesh timeline {name}")
     return EXIT_SHOWN if num_shown else EXIT_NOT_SHOWN
+
+
+async def _ask_patiently(bus: Bus, handoff_id: str, console: Console) -> HandoffView | Refused:
+    """Ask until a broker answers. Raises `BusError` when none has for longer than a takeover lasts."""
+    deadline = Deadline.after(console.clock, _PATIENCE_S)
+    waits = False
+    while True:
+        try:
+            return await _ask(bus, handoff_id)
+        except BusError as error:
+            if deadline.remaining <= 0:
+                raise
+            if not waits:
+                console.say(
+                    f"no broker answers ({error.code}); another one may be taking over: asking again for {_PATIENCE_S:g} s"
+                )
+            waits = True
+            await console.clock.sleep(min(_PAUSE_S, deadline.remaining))
 
 
 async def _ask(bus: Bus, handoff_id: str) -> HandoffView | Refused:

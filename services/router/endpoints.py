@@ -10,7 +10,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from common.runtime.admin import AdminRoutes
+from common.runtime.admin import NOT_READY, AdminRoutes
 from common.runtime.lifecycle import Lifecycle, State
 from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
 from contracts.openai import (
@@ -139,7 +139,8 @@ class Endpoints:
         if broker_problem := await self.fleet.broker_problem():
             lacking.append(broker_problem)
         lacking += missing(self.fleet.view(), model=self.model.name, expected=self.settings.expected_workers)
-        answer = {"state": self.lifecycle.state, "missing": lacking}
+        state = NOT_READY if lacking and self.lifecycle.state is State.READY else self.lifecycle.state
+        answer = {"state": state, "missing": lacking}
         status = 503 if lacking else 200
         return web.Response(status=status, body=orjson.dumps(answer), content_type="application/json")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from services.launcher.console import Console
 from services.launcher.show_handoff import show_handoff
 from tests.integration.broker_world import HANDOFF, World, in_world
 
-Show = Callable[[str], Awaitable[tuple[int, str, str]]]
+Show = Callable[[str], Coroutine[Any, Any, tuple[int, str, str]]]
 
 
 def shower(world: World) -> Show:
@@ -93,11 +95,33 @@ def test_what_nobody_knows_is_said() -> None:
         assert (status, text) == (1, "")
         assert "knows nothing of nothing" in said
         await world.stop_broker()
+        begun = world.clock.monotonic()
         status, _, said = await show("nothing")
         assert status == 1
-        assert "no broker answered" in said
+        assert "another one may be taking over: asking again for 15 s" in said
+        assert said.endswith("no broker answered within 15 s (worker_lost): none leads\n")
+        assert world.clock.monotonic() - begun >= 15
         with pytest.raises(InvalidValueError):
             await show("No Id")
+
+    in_world(scenario)
+
+
+def test_a_broker_that_takes_over_is_waited_for() -> None:
+    """Whoever asks in between is told so, and then gets the answer."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        show = shower(world)
+        await world.submit()
+        await world.stop_broker()
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(show("r1"), name="asking")
+            await world.clock.sleep(3)
+            await world.start_broker()
+        status, text, said = asking.result()
+        assert status == 0
+        assert text.startswith("handoff r1-0: ")
+        assert "another one may be taking over" in said
 
     in_world(scenario)
 

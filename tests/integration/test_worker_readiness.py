@@ -40,7 +40,7 @@ async def test_a_worker_that_lost_its_bus_is_alive_but_not_ready(tmp_path: Path)
 
                 assert await until(200) == {"state": "ready", "failing": []}
                 await asyncio.to_thread(server.kill)
-                assert await until(503) == {"state": "ready", "failing": ["bus_connected"]}
+                assert await until(503) == {"state": "not_ready", "failing": ["bus_connected"]}
                 async with session.get(f"{url}/health") as answer:
                     assert answer.status == 200
                 await asyncio.to_thread(server.start)
