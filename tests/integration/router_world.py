@@ -142,6 +142,11 @@ async def whole_answer(mesh: "Mesh", submit: SubmitRequest) -> None:
     await mesh.send(submit, first + 1, tokens[first + 1 :], final=True, num_tokens=len(tokens), finish_reason=reason)
 
 
+async def one_token(mesh: "Mesh", submit: SubmitRequest) -> None:
+    """Begin an answer and go silent."""
+    await mesh.send(submit, 0, mesh.answer[:1])
+
+
 async def silence(mesh: "Mesh", submit: SubmitRequest) -> None:
     """Accept, and never say anything."""
 

@@ -1,32 +1,19 @@
 """What clients and the mesh see when something goes wrong, at every phase of a request."""
 
-import asyncio
-import contextlib
-import json
-import socket
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import msgspec
 import openai
 import pytest
 
-from common.bus.storage import LINKS_CONFIG
-from contracts.codec import encode
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.links import LinkRecord, LinkState
 from contracts.requests import FinishReason, SubmitRequest
 from contracts.workers import WorkerLoad
 from tests.integration.router_world import (
     ANSWER,
-    LONG_TEXT,
     MAX_POSITION,
-    PATIENCE_S,
     Mesh,
-    World,
-    encode_text,
-    linked_pair,
+    one_token,
     overloaded,
     record,
     router_world,
@@ -219,58 +206,6 @@ async def test_a_gap_ends_by_the_deadline(tmp_path: Path) -> None:
         await world.mesh.until(lambda: world.mesh.cancels)
 
 
-async def one_token(mesh: Mesh, submit: SubmitRequest) -> None:
-    """Begin an answer and go silent."""
-    await mesh.send(submit, 0, mesh.answer[:1])
-
-
-@contextlib.asynccontextmanager
-async def leaving_client(world: World, body: dict[str, Any]) -> Any:
-    """Post in a task of its own, and drop the connection at the end of the context."""
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-
-        async def post() -> None:
-            async with session.post(f"{world.url}/v1/completions", json=body) as response:
-                await response.read()
-
-        task = group.create_task(post())
-        yield
-        task.cancel()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_before_the_first_token_is_noticed(tmp_path: Path, stream: bool) -> None:
-    """Broker and workers hear of it."""
-    async with router_world(tmp_path) as world:
-        world.mesh.scripts = [silence]
-        async with leaving_client(world, PLAIN | {"stream": stream}):
-            await world.mesh.until(lambda: world.mesh.submits)
-        await world.mesh.until(lambda: world.mesh.cancels and len(world.mesh.hints) >= 2)
-        assert world.mesh.cancels[0].handoff_id == world.mesh.submits[0].handoff_id
-
-
-async def test_a_client_that_leaves_inside_a_stream_is_noticed(tmp_path: Path) -> None:
-    """Each choice of its request is called off."""
-    async with router_world(tmp_path) as world:
-        world.mesh.scripts = [one_token]
-        async with world.session.post(f"{world.url}/v1/completions", json=PLAIN | {"stream": True, "n": 2}) as response:
-            await response.content.readuntil(b"\n\n")
-            response.close()
-        await world.mesh.until(lambda: len(world.mesh.cancels) == 2)
-        assert {each.handoff_id for each in world.mesh.cancels} == {each.handoff_id for each in world.mesh.submits}
-
-
-async def test_a_client_that_leaves_while_the_prompt_is_sent_is_noticed(tmp_path: Path) -> None:
-    """The broker knows nothing yet; the worker that holds the prompt gets a hint."""
-    async with router_world(tmp_path) as world:
-        world.mesh.hold_prompts = asyncio.Event()
-        async with leaving_client(world, PLAIN):
-            await world.mesh.until(lambda: world.mesh.frames)
-        await world.mesh.until(lambda: world.mesh.hints)
-        world.mesh.hold_prompts.set()
-        assert world.mesh.submits == []
-
-
 async def test_one_failing_choice_ends_the_others(tmp_path: Path) -> None:
     """An answer is whole or an error: the other choices are called off."""
     async with router_world(tmp_path, max_attempts=1) as world:
@@ -278,144 +213,6 @@ async def test_one_failing_choice_ends_the_others(tmp_path: Path) -> None:
         status, _, _ = await world.post("/v1/completions", PLAIN | {"n": 2})
         assert status == 503
         await world.mesh.until(lambda: world.mesh.cancels)
-
-
-async def test_over_the_limit_requests_are_turned_away(tmp_path: Path) -> None:
-    """429 at once, and room again after the others have gone."""
-    async with router_world(tmp_path, max_concurrent_requests=1, max_choices=1) as world:
-        world.mesh.scripts = [silence, whole_answer]
-        async with leaving_client(world, PLAIN):
-            await world.mesh.until(lambda: world.mesh.submits)
-            status, answer, headers = await world.post("/v1/completions", PLAIN)
-            assert (status, answer["error"]["code"], headers["Retry-After"]) == (429, "overloaded", "1")
-        await world.mesh.until(lambda: world.mesh.cancels)
-        assert (await world.post("/v1/completions", PLAIN))[0] == 200
-
-
-async def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
-    """Memory for it is bounded: its stream ends, and the mesh hears of it."""
-    async with router_world(tmp_path, max_waiting_frames=8) as world:
-
-        async def flood(mesh: Mesh, submit: SubmitRequest) -> None:
-            tokens = encode_text(LONG_TEXT) * 16
-            index = 0
-            while not mesh.cancels:
-                await mesh.send(submit, index, tokens)
-                index += len(tokens)
-                await asyncio.sleep(0)
-
-        world.mesh.scripts = [flood]
-        body = json.dumps(PLAIN | {"stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            address = world.url.removeprefix("http://").split(":")
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(client, (address[0], int(address[1])))
-            await loop.sock_sendall(client, head + body)
-            await world.mesh.until(lambda: world.mesh.cancels)
-            assert "does not read" in world.mesh.cancels[0].reason
-
-
-async def test_draining_lets_streams_finish(tmp_path: Path) -> None:
-    """New connections are refused, the running stream ends well, and the process exits with 0."""
-    async with router_world(tmp_path) as world:
-        go_on = asyncio.Event()
-
-        async def in_two_parts(mesh: Mesh, submit: SubmitRequest) -> None:
-            tokens = mesh.answer
-            await mesh.send(submit, 0, tokens[:1])
-            await go_on.wait()
-            reason = FinishReason.STOP
-            await mesh.send(submit, 1, tokens[1:], final=True, num_tokens=len(tokens), finish_reason=reason)
-
-        world.mesh.scripts = [in_two_parts]
-        async with world.session.post(f"{world.url}/v1/completions", json=PLAIN | {"stream": True}) as response:
-            await response.content.readuntil(b"\n\n")
-            world.lifecycle.request_drain("test")
-            await _until_refused(world)
-            go_on.set()
-            rest = await response.text()
-        assert rest.endswith("data: [DONE]\n\n")
-        assert "error" not in rest
-
-
-async def test_draining_ends_what_takes_too_long(tmp_path: Path) -> None:
-    """Such a stream gets an explicit error, the mesh a cancel, and the process exits with 0."""
-    async with router_world(tmp_path, drain_timeout_s=1.0) as world:
-        world.mesh.scripts = [one_token]
-        async with world.session.post(f"{world.url}/v1/completions", json=PLAIN | {"stream": True}) as response:
-            await response.content.readuntil(b"\n\n")
-            world.lifecycle.request_drain("test")
-            rest = await response.text()
-        assert '"code":"draining"' in rest
-        assert rest.endswith("data: [DONE]\n\n")
-        await world.mesh.until(lambda: world.mesh.cancels)
-
-
-async def _until_refused(world: World) -> None:
-    """Wait until the router takes no new connection."""
-    async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(f"{world.url}/health") as response:
-                    await response.read()
-            except aiohttp.ClientConnectionError:
-                return
-
-
-async def test_the_clients_request_id_is_echoed_and_nothing_more(tmp_path: Path) -> None:
-    """Made safe, on successes and errors; ids inside the mesh are ours."""
-    async with router_world(tmp_path) as world:
-        headers = {"x-request-id": "a.b>*{c} d"}
-        _, answer, got = await world.post("/v1/completions", PLAIN, headers=headers)
-        assert got["x-request-id"] == "a.bcd"
-        assert "a.bcd" not in answer["id"]
-        assert world.mesh.submits[0].request_id.startswith("r")
-        _, _, got = await world.post("/v1/completions", b"{", headers=headers)
-        assert got["x-request-id"] == "a.bcd"
-        _, _, got = await world.post("/v1/completions", PLAIN)
-        assert got["x-request-id"]
-
-
-async def test_ready_waits_for_all_expected_workers(tmp_path: Path) -> None:
-    """Readiness names who is missing; requests are served as soon as there is a way."""
-    async with router_world(tmp_path, expected_workers=("prefill-0", "decode-0")) as world:
-        assert (await world.get("/ready"))[0] == 200
-    records = [linked_pair()[1], record("prefill-0")]
-    async with router_world(tmp_path / "unlinked", records=[], expected_workers=("prefill-0", "decode-0")) as world:
-        await world.mesh.open(records)
-        status, answer = await world.get("/ready")
-        assert status == 503
-        assert answer["missing"]
-
-
-async def test_ready_and_refused_requests_say_why_a_pair_is_not_linked(tmp_path: Path) -> None:
-    """The prefill worker's reason reaches the operator and the client; once the pair is linked, both are content."""
-    prefill, decode, link = linked_pair()
-    assert isinstance(link, LinkRecord)
-    refused = msgspec.structs.replace(link, state=LinkState.REFUSED, rule="same_dtypes", reason="dtypes: planted")
-    reason = "prefill-0 has refused decode-0: dtypes: planted"
-    expected = ("prefill-0", "decode-0")
-    settings: dict[str, Any] = {"expected_workers": expected, "max_attempts": 1}
-    async with router_world(tmp_path, records=[], **settings) as world:
-        records = [prefill, decode, refused]
-        await world.mesh.open(records)
-        async with asyncio.timeout(PATIENCE_S):
-            while (answer := await world.get("/ready"))[1]["missing"] != [reason]:
-                pass
-        assert answer[0] == 503
-        status, body, _ = await world.post("/v1/completions", PLAIN)
-        assert status == 503
-        assert reason in body["error"]["message"]
-        assert world.mesh.submits == []
-        records[2] = link  # what the mesh repeats from now on
-        links = await world.mesh.bus.ensure_bucket(LINKS_CONFIG)
-        await links.put("prefill-0.decode-0", encode(link))
-        async with asyncio.timeout(PATIENCE_S):
-            while (await world.get("/ready"))[0] != 200:
-                pass
 
 
 async def test_an_explicit_refusal_is_taken_at_its_word(tmp_path: Path) -> None:
@@ -427,38 +224,3 @@ async def test_an_explicit_refusal_is_taken_at_its_word(tmp_path: Path) -> None:
         assert status == 400
         await mesh.until(lambda: mesh.hints)
     assert mesh.cancels == []
-
-
-async def test_ready_means_that_the_broker_would_take_a_request(tmp_path: Path) -> None:
-    """Workers alone do not make a way: a broker that is gone or drains makes the router not ready, and is named."""
-    async with router_world(tmp_path) as world:
-        assert (await world.get("/ready"))[0] == 200
-        world.mesh.broker_drains = True
-        assert await world.get("/ready") == (503, {"state": "ready", "missing": ["broker-0 is draining"]})
-        world.mesh.broker_answers = False
-        status, answer = await world.get("/ready")
-        assert status == 503
-        assert [text.partition(":")[0] for text in answer["missing"]] == ["the broker does not answer"]
-
-
-async def test_tokenize_and_detokenize_agree(tmp_path: Path) -> None:
-    """There and back, for text and for conversations; special tokens are shown."""
-    async with router_world(tmp_path) as world:
-        status, answer, _ = await world.post("/tokenize", {"prompt": ANSWER})
-        assert (status, answer["count"], answer["max_model_len"]) == (200, len(answer["tokens"]), MAX_POSITION)
-        assert (await world.post("/detokenize", {"tokens": answer["tokens"]}))[1] == {"prompt": ANSWER}
-        _, answer, _ = await world.post("/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": False})
-        _, text, _ = await world.post("/detokenize", {"tokens": answer["tokens"]})
-        assert text == {"prompt": "<|im_start|>user\nhello<|im_end|>\n"}
-        for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [320]}), ("/tokenize", PLAIN | CHAT)):
-            assert (await world.post(path, body))[0] == 400
-
-
-async def test_models_are_listed(tmp_path: Path) -> None:
-    """By the name that requests use."""
-    async with router_world(tmp_path, served_model_name="org/name", records=[]) as world, world.client() as client:
-        models = await client.models.list()
-        assert [model.id for model in models.data] == ["org/name"]
-        assert (await client.models.retrieve("org/name")).id == "org/name"
-        with pytest.raises(openai.NotFoundError):
-            await client.models.retrieve("other")
