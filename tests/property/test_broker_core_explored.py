@@ -22,18 +22,20 @@ from tests.property.broker_model import (
     anywhere,
     committed,
     explore,
+    rival_cancels,
+    rival_leads,
+    start,
+    under_the_lock,
+)
+from tests.property.broker_offers import (
     honest,
     pull_over,
     pulling,
     pulling_badly,
     refusing,
-    rival_cancels,
-    rival_leads,
     short,
-    start,
     through,
     unasked,
-    under_the_lock,
     verifying,
 )
 
