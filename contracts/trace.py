@@ -25,6 +25,7 @@ _TRACEPARENT: Final = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?",
     re.ASCII | re.DOTALL,
 )
+_TRACE_ID: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _MEMBER: Final = re.compile(
     r"[a-z0-9][a-z0-9_\-*/@]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
 )
@@ -58,6 +59,14 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True):
     def child(self, span_id: str) -> TraceContext:
         """The next hop."""
         return msgspec.structs.replace(self, span_id=span_id, parent_span_id=self.span_id)
+
+
+def trace_id_of(text: str) -> str | None:
+    """The trace id in what a person may have at hand of a trace: the id itself, or a whole traceparent. None for anything else."""
+    if _TRACE_ID.fullmatch(text):
+        return text
+    trace = read_trace({TRACEPARENT: text})
+    return None if trace is None else trace.trace_id
 
 
 def read_trace(headers: Mapping[str, str]) -> TraceContext | None:

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_mesh(demo)
     timeline = commands.add_parser("timeline", help="show how a request went, from the event stream alone")
-    timeline.add_argument("name", metavar="ID", help="of a completion (cmpl-...), a request or a handoff")
+    timeline.add_argument("name", metavar="ID", help="of a completion (cmpl-...), a request, a handoff or a trace")
     handoff = commands.add_parser("handoff", help="show who owns what of a handoff now, and what has not arrived")
     handoff.add_argument("name", metavar="ID", help="of a completion (cmpl-...), a request or a handoff")
     events = commands.add_parser("events", help="follow what happens to handoffs and links")

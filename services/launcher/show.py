@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from common.bus.port import Bus, Message
@@ -9,7 +11,9 @@ from common.runtime.setting_list import settings_of
 from common.worker.core.role_settings import concerns
 from contracts import subjects
 from contracts.errors import CodecError
+from contracts.events import HandoffEvent
 from contracts.links import LinkEvent
+from contracts.trace import trace_id_of
 from contracts.workers import WorkerRole
 from services.launcher.console import Console
 from services.launcher.core.links import render_link_event, render_links
@@ -17,26 +21,43 @@ from services.launcher.core.setting_table import render_settings
 from services.launcher.core.table import render, render_event
 from services.launcher.core.timeline import build, by_handoff
 from services.launcher.settings import settings_structs
-from services.launcher.stream import MeshEvent, read_all, read_event, read_handoffs, read_links
+from services.launcher.stream import MeshEvent, read_all, read_event, read_handoffs, read_links, read_trace
 
 EXIT_FOUND = 0
 EXIT_UNKNOWN = 1
+_WHERE_ELSE = "a request that no worker was found for has none, and the x-request-id of a client is in the router's log alone, beside its trace"
 
 
 async def show_timeline(bus: Bus, name: str, console: Console) -> int:
-    """Print the timeline of a handoff, or of every attempt of a request; return 1 if the stream knows nothing of it.
+    """Print the timeline of a handoff, or of every attempt of a request or a trace; return 1 if the stream knows nothing of it.
 
-    A completion's `id`, as a client sees it, will do.
+    A completion's `id`, as a client sees it, will do: then the other requests of its trace are named, as the choices of one
+    completion are. So will a trace id or a traceparent.
     """
-    told = await read_handoffs(bus, _internal(name))
+    trace_id = trace_id_of(name)
+    told = await (read_handoffs(bus, _internal(name)) if trace_id is None else read_trace(bus, trace_id))
     _tell_unreadable(told.num_unreadable, console)
     handoffs = by_handoff(told.events)
     for place, events in enumerate(handoffs.values()):
         console.show(("\n" if place else "") + render(build(events)))
     if not handoffs:
-        console.say(f"{subjects.EVENTS_STREAM} holds no event of {name}")
+        console.say(f"{subjects.EVENTS_STREAM} holds no event of {name}: {_WHERE_ELSE}")
         return EXIT_UNKNOWN
+    if _internal(name) != name:
+        await _name_others(bus, told.events, console)
     return EXIT_FOUND
+
+
+async def _name_others(bus: Bus, events: Sequence[HandoffEvent], console: Console) -> None:
+    """Say which other requests belong to the trace of these events, if any do."""
+    trace_id = next((event.trace_id for event in events if event.trace_id), "")
+    if not trace_id:
+        return
+    others = {event.request_id for event in (await read_trace(bus, trace_id)).events}
+    others -= {event.request_id for event in events}
+    if others:
+        console.show(f"\nof the same trace, as the other choices of a completion are: {', '.join(sorted(others))}")
+        console.show(f"pdmesh timeline {trace_id} shows all of them")
 
 
 async def show_links(bus: Bus, console: Console) -> int:

@@ -65,6 +65,14 @@ async def read_handoffs(bus: Bus, name: str) -> Told:
     return Told(all=tuple(events), num_unreadable=num_unreadable)
 
 
+async def read_trace(bus: Bus, trace_id: str) -> Told:
+    """The events of all handoffs of one trace. Reads the whole stream: subjects name handoffs, not traces. None is no error."""
+    told = await read_all(bus)
+    handoffs = {event.handoff_id for event in told.events if event.trace_id == trace_id}
+    events = tuple(event for event in told.events if event.handoff_id in handoffs)
+    return Told(all=events, num_unreadable=told.num_unreadable)
+
+
 async def read_links(bus: Bus) -> ToldLinks:
     """How the workers of a mesh stand with each other now. Raises as the bus does."""
     links, num_links = await _read_bucket(bus, LINKS_CONFIG, LinkRecord)

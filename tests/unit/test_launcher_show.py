@@ -20,6 +20,7 @@ from services.launcher.show import follow_events, show_timeline
 from services.launcher.stream import read_all, read_handoffs
 
 _WAIT_S = 10.0
+TRACE = "a" * 32
 
 
 class _Screen:
@@ -45,7 +46,7 @@ async def bus() -> AsyncIterator[MemoryBus]:
     await bus.close()
 
 
-def _tell(bus: MemoryBus, handoff: str, name: EventName, at_ns: int) -> None:
+def _tell(bus: MemoryBus, handoff: str, name: EventName, at_ns: int, trace_id: str = "") -> None:
     event = HandoffEvent(
         event=name,
         service="broker",
@@ -54,6 +55,7 @@ def _tell(bus: MemoryBus, handoff: str, name: EventName, at_ns: int) -> None:
         request_id=handoff.rpartition("-")[0],
         at="2025-01-01T00:00:00+00:00",
         at_ns=at_ns,
+        trace_id=trace_id,
     )
     assert bus.publish_event(subjects.event("broker", handoff, name), encode(event), message_id=f"{handoff}{at_ns}")
 
@@ -78,6 +80,35 @@ async def test_a_handoff_is_shown_alone(bus: MemoryBus) -> None:
     await bus.flush_events()
     told = await read_handoffs(bus, "rab-1")
     assert [event.handoff_id for event in told.events] == ["rab-1"]
+
+
+@pytest.mark.parametrize("name", [TRACE, f"00-{TRACE}-{'c' * 16}-01"])
+async def test_a_trace_finds_all_of_its_requests(bus: MemoryBus, name: str) -> None:
+    """The choices of a completion are requests of one trace: its id or a traceparent shows them all, whatever events lack it."""
+    for place, (handoff, trace) in enumerate((("rab-0", TRACE), ("rcd-0", TRACE), ("ref-0", "b" * 32))):
+        _tell(bus, handoff, EventName.REQUEST_SUBMITTED, place, trace)
+        _tell(bus, handoff, EventName.REQUEST_FINISHED, place + 5_000_000)
+    await bus.flush_events()
+    screen = _Screen()
+    assert await show_timeline(bus, name, screen.console) == 0
+    lines = screen.out.getvalue().splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("handoff")] == ["rab-0:", "rcd-0:"]
+    assert sum("request finished" in line for line in lines) == 2
+
+
+async def test_a_completion_names_the_other_choices(bus: MemoryBus) -> None:
+    """They are requests of their own, which only the trace joins; alone, nothing is said."""
+    _tell(bus, "rab-0", EventName.REQUEST_SUBMITTED, 1, TRACE)
+    await bus.flush_events()
+    screen = _Screen()
+    assert await show_timeline(bus, "cmpl-rab", screen.console) == 0
+    assert "same trace" not in screen.out.getvalue()
+    _tell(bus, "rcd-0", EventName.REQUEST_SUBMITTED, 2, TRACE)
+    await bus.flush_events()
+    assert await show_timeline(bus, "cmpl-rab", screen.console) == 0
+    assert screen.out.getvalue().endswith(
+        f"of the same trace, as the other choices of a completion are: rcd\npdmesh timeline {TRACE} shows all of them\n"
+    )
 
 
 async def test_an_unknown_name_fails(bus: MemoryBus) -> None:
