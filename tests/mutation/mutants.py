@@ -23,6 +23,7 @@ _WORKER: Final = ("tests/integration/test_worker_handoff.py",)
 _PULLER: Final = ("tests/unit/test_engine_puller.py",)
 _PULL: Final = ("tests/integration/test_worker_pull.py",)
 _SHARED_BLOCKS: Final = ("tests/property/test_context_parallel_merge.py::test_a_logarithm_of_another_base_is_seen",)
+_SWITCHES: Final = ("tests/unit/test_worker_compatibility.py",)
 _GRANTS: Final = ("tests/unit/test_worker_grant_checks.py",)
 _ORDER: Final = ("tests/unit/test_router_token_order.py", "tests/property/test_router_token_order_shuffles.py")
 
@@ -44,8 +45,8 @@ MUTANTS: Final = (
     Mutant(
         name="count parts instead of comparing ranges",
         file="services/broker/core/ledger.py",
-        before="if done == owed[name]:",
-        after="if len(done) == len(owed[name]):",
+        before="if ranges == owed[name] or _grown(name, ranges, owed[name], known.get(name, ())) == owed[name]:",
+        after="if len(ranges) == len(owed[name]):",
         tests=_LEDGER,
     ),
     Mutant(
@@ -215,6 +216,41 @@ MUTANTS: Final = (
         before="part[self._rank] for part in",
         after="part[self._rank - 1] for part in",
         tests=("tests/unit/test_engine_context_group.py",),
+    ),
+    Mutant(
+        name="count what one rank holds of a sequence that several share",
+        file="common/worker/core/blocks.py",
+        before="self.block_tokens = block_size * dcp",
+        after="self.block_tokens = block_size",
+        tests=("tests/unit/test_worker_blocks.py",),
+    ),
+    Mutant(
+        name="mix prompts and decoding with dcp",
+        file="common/worker/core/effective.py",
+        before="settings.mix_batch and settings.dcp == 1",
+        after="settings.mix_batch",
+        tests=_SWITCHES,
+    ),
+    Mutant(
+        name="let prompts in pieces start with dcp unasked",
+        file="common/worker/core/compatibility.py",
+        before="    if is_prefill_chunked(settings, role) and not settings.experimental_dcp_chunked_prefill:",
+        after="    if False:",
+        tests=_SWITCHES,
+    ),
+    Mutant(
+        name="let with dcp start what was never shown to work",
+        file="common/worker/core/dcp_validated.py",
+        before="        return value == default",
+        after="        return True",
+        tests=_SWITCHES,
+    ),
+    Mutant(
+        name="cut a prompt that must be whole",
+        file="common/worker/core/scheduler.py",
+        before="return left if left <= budget else 0",
+        after="return min(left, budget)",
+        tests=("tests/unit/test_worker_whole_prompts.py",),
     ),
     Mutant(
         name="compute for a router that is gone",
