@@ -73,8 +73,8 @@ MUTANTS: Final = (
     Mutant(
         name="give returned memory back a second time",
         file="common/worker/core/blocks.py",
-        before="        if self._held.pop(reservation.generation, None) is not None:\n            self._return(reservation)",
-        after="        self._held.pop(reservation.generation, None)\n        self._return(reservation)",
+        before="        if held is not None:\n            self._return(held)",
+        after="        self._return(reservation)",
         tests=("tests/unit/test_worker_blocks.py",),
     ),
     Mutant(
@@ -101,8 +101,8 @@ MUTANTS: Final = (
     Mutant(
         name="hand quarantined memory out",
         file="common/worker/core/blocks.py",
-        before="            self._quarantined[reservation.generation] = reservation",
-        after="            self._return(reservation)",
+        before="            self._quarantined[held.generation] = held",
+        after="            self._return(held)",
         tests=("tests/unit/test_worker_blocks.py",),
     ),
     Mutant(
