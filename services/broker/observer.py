@@ -27,11 +27,15 @@ _STAGES: Final = (*(str(state) for state in HandoffState if not state.terminal),
 
 
 class _Story(msgspec.Struct, kw_only=True):
-    """What has been told of one handoff. `phases` are in ms, those of single source ranks under `push_rank_N`."""
+    """What has been told of one handoff. `phases` are in ms, those of single source ranks under `push_rank_N`.
+
+    `num_tokens` is None where nobody could say how many there were.
+    """
 
     phases: dict[str, float] = {}
     num_bytes: int = 0
     num_parts: int = 0
+    num_tokens: int | None = None
     ended: bool = False
 
 
@@ -122,6 +126,7 @@ class Observer:
         state = _ENDS.get(effect.name)
         if state is not None:
             story.ended = True
+            story.num_tokens = event.num_tokens
             self._missing.inc(event.num_missing_parts or 0)
             reason = event.finish_reason or ("" if event.error is None else str(event.error.code))
             self._ended(state, reason).inc()
@@ -153,7 +158,7 @@ class Observer:
             **workers,
             num_prompt_tokens=record.num_prompt_tokens,
             num_cached_tokens=record.num_cached_tokens,
-            num_tokens=record.num_tokens,
+            num_tokens=story.num_tokens,
             finish_reason=None if record.finish_reason is None else str(record.finish_reason),
             error_code=None if record.error is None else str(record.error.code),
             error_message=None if record.error is None else record.error.message,

@@ -54,6 +54,7 @@ def announcement(mesh: RunningMesh, model_name: str, pdmesh: str) -> str:
             f"  {pdmesh} events --all --nats {server}",
             f"  {pdmesh} links --nats {server}",
             f"  {pdmesh} timeline ID --nats {server}",
+            f"  {pdmesh} handoff ID --nats {server}",
             "Ctrl-C stops it.",
         )
     )

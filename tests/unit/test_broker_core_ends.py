@@ -69,6 +69,23 @@ def test_an_error_at_the_end_is_the_end(error: ErrorInfo, state: HandoffState) -
     assert handoff.verdict == Verdict(state=state, error=error, num_tokens=3)
 
 
+@pytest.mark.parametrize("decoding", [False, True])
+def test_tokens_that_nobody_has_told_of_are_not_said_to_be_none(decoding: bool) -> None:
+    """A decode worker that was lost has told of no token: how many there were is not known. Before the commit there were none."""
+    handoff = committed() if decoding else prefilling()
+    lost = ev.WorkerGone(at_ns=6 * SECOND, worker=handoff.workers[WorkerRole.DECODE])
+    _, effects = stored(step(handoff, lost)[0])
+    (told,) = (each for each in of(effects, fx.Publish) if each.name is EventName.REQUEST_FAILED)
+    assert told.fields.get("num_tokens") == (None if decoding else 0)
+
+
+def test_tokens_that_a_worker_tells_of_with_its_error_are_told() -> None:
+    """As one does that gave way to another request."""
+    _, effects = stored(ended(committed(), error=TROUBLE)[0])
+    (told,) = (each for each in of(effects, fx.Publish) if each.name is EventName.REQUEST_FAILED)
+    assert told.fields["num_tokens"] == 3
+
+
 def test_decode_cannot_end_well_what_it_was_never_given() -> None:
     """Without a commit there is nothing that it can have decoded; an error of its own it may tell at any time."""
     handoff, effects = ended(prefilling(), finish_reason=FinishReason.STOP)

@@ -314,6 +314,7 @@ def test_the_announcement_can_be_pasted() -> None:
     assert "nats --server nats://host:4222 kv get PD_LEASES broker.0" in text
     assert "nats --server nats://host:4222 kv watch PD_LINKS" in text
     assert "  '/a place/bin/pdmesh' timeline ID --nats nats://host:4222" in text
+    assert "  '/a place/bin/pdmesh' handoff ID --nats nats://host:4222" in text
     assert "word" not in text
 
 

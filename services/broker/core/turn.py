@@ -145,6 +145,7 @@ class Turn:
     def conclude(self, record: HandoffRecord) -> None:
         """Enter a terminal state: memory back everywhere, one last word to whoever waits."""
         owed = self._owed() if record.state is HandoffState.FAILED else {}
+        num_tokens = record.num_tokens if self._knows_tokens(record) else None
         self.unlock(error=record.error)
         self.set(record=record)
         handoff = self.handoff
@@ -156,11 +157,18 @@ class Turn:
         self.publish(
             name,
             total_ms=self.since(handoff.begun_ns),
-            num_tokens=record.num_tokens,
+            num_tokens=num_tokens,
             finish_reason=None if record.finish_reason is None else str(record.finish_reason),
             error=record.error,
             **owed,
         )
+
+    def _knows_tokens(self, record: HandoffRecord) -> bool:
+        """Whether the tokens that a record counts are those that there were: a worker that was lost has told nobody of its own."""
+        mixed = isinstance(record.route, MixedRoute)
+        generating = self.handoff.run_accepted if mixed else self.handoff.commit_asked
+        counted = record.state is not HandoffState.FAILED or record.num_tokens > record.num_delivered_tokens
+        return counted or not generating
 
     def unlock(self, **fields: Any) -> None:
         """Nobody moves the request's bytes by pulling any more. Nothing happens where nobody did."""
