@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -69,15 +70,25 @@ class World:
             self._linked.add(link_name)
         return source, destination
 
-    async def push_session(self, prefill: int, decode: Cut) -> ByteSession:
+    @asynccontextmanager
+    async def push_session(self, prefill: int, decode: Cut) -> AsyncIterator[ByteSession]:
         """Handoffs that prefill pushes."""
         source, destination = await self.pair("push", prefill, decode)
-        return ByteSession(source=source, destination=destination, memories=self.memories)
+        session = ByteSession(source=source, destination=destination, memories=self.memories)
+        try:
+            yield session
+        finally:
+            await session.end()
 
-    async def pull_session(self, prefill: int, decode: Cut) -> PullSession:
+    @asynccontextmanager
+    async def pull_session(self, prefill: int, decode: Cut) -> AsyncIterator[PullSession]:
         """Handoffs that decode pulls."""
         source, destination = await self.pair("pull", prefill, decode)
-        return PullSession(source=source, destination=destination, memories=self.memories)
+        session = PullSession(source=source, destination=destination, memories=self.memories)
+        try:
+            yield session
+        finally:
+            await session.end()
 
     async def stop(self) -> None:
         """End all workers."""

@@ -66,46 +66,43 @@ async def test_the_prompts_end_at_every_edge() -> None:
 @pytest.mark.parametrize(("prefill", "decode"), [(1, (8, 4)), (4, (4, 2))])
 async def test_what_is_pushed_arrives_to_the_byte_and_is_decoded_from(world: World, prefill: int, decode: Cut) -> None:
     """Each rank gets its own blocks alone; both sides' digests agree; a batch goes on with the reference's tokens."""
-    session = await world.push_session(prefill, decode)
-    batch = [await session.reserve(prompt.token_ids) for prompt in EDGES]
-    await session.prefill(*batch)
-    await session.arrived(*batch)
-    assert [differing(session.received(each), session.sent(each)) for each in batch] == [[]] * len(batch)
-    assert session.nothing_else_written()
-    for each in batch:
-        sent = await session.source.group.digest(each.seq, PeerSide.SOURCE, 0, len(each.prompt))
-        held = await session.destination.group.digest(each.seq, PeerSide.DESTINATION, 0, len(each.prompt))
-        assert sent == held
-    outputs = await decode_batch(session.destination, batch, NUM_FEW)
-    await session.end()
+    async with world.push_session(prefill, decode) as session:
+        batch = [await session.reserve(prompt.token_ids) for prompt in EDGES]
+        await session.prefill(*batch)
+        await session.arrived(*batch)
+        assert [differing(session.received(each), session.sent(each)) for each in batch] == [[]] * len(batch)
+        assert session.nothing_else_written()
+        for each in batch:
+            sent = await session.source.group.digest(each.seq, PeerSide.SOURCE, 0, len(each.prompt))
+            held = await session.destination.group.digest(each.seq, PeerSide.DESTINATION, 0, len(each.prompt))
+            assert sent == held
+        outputs = await decode_batch(session.destination, batch, NUM_FEW)
     assert outputs == [prompt.output_ids[:NUM_FEW] for prompt in EDGES]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, (8, 2)), (1, (4, 2))])
 async def test_what_is_pulled_arrives_to_the_byte_and_is_decoded_from(world: World, prefill: int, decode: Cut) -> None:
     """The same, read by the ranks themselves: a rank reads the blocks that it keeps."""
-    session = await world.pull_session(prefill, decode)
-    batch = [await session.reserve(prompt.token_ids) for prompt in FEW]
-    await session.prefill(*batch)
-    for each in batch:
-        assert (await session.pull(each)).error is None
-        assert differing(session.received(each), session.sent(each)) == []
-    assert session.nothing_else_written()
-    outputs = await decode_batch(session.destination, batch, NUM_FEW)
-    await session.end()
+    async with world.pull_session(prefill, decode) as session:
+        batch = [await session.reserve(prompt.token_ids) for prompt in FEW]
+        await session.prefill(*batch)
+        for each in batch:
+            assert (await session.pull(each)).error is None
+            assert differing(session.received(each), session.sent(each)) == []
+        assert session.nothing_else_written()
+        outputs = await decode_batch(session.destination, batch, NUM_FEW)
     assert outputs == [prompt.output_ids[:NUM_FEW] for prompt in FEW]
 
 
 @pytest.mark.parametrize("num_cached_tokens", [16, 40])
 async def test_what_the_ranks_have_already_is_not_pushed(world: World, num_cached_tokens: int) -> None:
     """A block, or two and a half: what lies behind is pushed to whoever keeps it, and nothing else."""
-    session = await world.push_session(1, (4, 2))
-    one = await session.reserve(BY_LENGTH[97].token_ids, num_cached_tokens)
-    await session.prefill(one)
-    await session.arrived(one)
-    assert differing(session.received(one), session.sent(one)) == []
-    assert session.nothing_else_written()
-    await session.end()
+    async with world.push_session(1, (4, 2)) as session:
+        one = await session.reserve(BY_LENGTH[97].token_ids, num_cached_tokens)
+        await session.prefill(one)
+        await session.arrived(one)
+        assert differing(session.received(one), session.sent(one)) == []
+        assert session.nothing_else_written()
 
 
 @pytest.mark.parametrize("chunk", [128, 256])
@@ -129,19 +126,18 @@ async def test_the_same_memory_holds_as_many_times_more_tokens(world: World) -> 
 
 async def test_a_flipped_bit_on_one_rank_is_named(world: World) -> None:
     """In the last block of a prompt, on the rank of each group that keeps it: one digest differs, that of its cache and rank."""
-    session = await world.push_session(1, (8, 4))
-    one = await session.reserve(BY_LENGTH[33].token_ids)
-    await session.prefill(one)
-    await session.arrived(one)
-    rank = 6  # the third of its group: block 2 of the sequence is its block 0
-    manifest = session.destination.info.ranks[rank].manifest
-    place = next(span.place for span in manifest.spans if span.key.role is Role.VALUE)
-    assert isinstance(place, PagedPlace)
-    data = np.frombuffer(world.memories.of(session.destination.name)[rank], np.uint8)
-    data[place.offset + one.there.block_ids[0] * place.block_stride] ^= 1
-    sent = await session.source.group.digest(one.seq, PeerSide.SOURCE, 0, 33)
-    held = await session.destination.group.digest(one.seq, PeerSide.DESTINATION, 0, 33)
-    await session.end()
+    async with world.push_session(1, (8, 4)) as session:
+        one = await session.reserve(BY_LENGTH[33].token_ids)
+        await session.prefill(one)
+        await session.arrived(one)
+        rank = 6  # the third of its group: block 2 of the sequence is its block 0
+        manifest = session.destination.info.ranks[rank].manifest
+        place = next(span.place for span in manifest.spans if span.key.role is Role.VALUE)
+        assert isinstance(place, PagedPlace)
+        data = np.frombuffer(world.memories.of(session.destination.name)[rank], np.uint8)
+        data[place.offset + one.there.block_ids[0] * place.block_stride] ^= 1
+        sent = await session.source.group.digest(one.seq, PeerSide.SOURCE, 0, 33)
+        held = await session.destination.group.digest(one.seq, PeerSide.DESTINATION, 0, 33)
     (found,) = differences(sent, held)
     assert found.startswith("target value of layer 3 on rank 6 is ")
 
@@ -247,13 +243,12 @@ async def test_every_pair_gives_the_reference_tokens_when_pushed(world: World, p
 async def test_every_pair_gives_the_reference_tokens_when_pulled(world: World, prefill: int, decode: Cut) -> None:
     """The first tokens of each prompt, in batches of as many as have staging rows."""
     for prompts in _batches(NUM_ROWS):
-        session = await world.pull_session(prefill, decode)
-        batch = [await session.reserve(prompt.token_ids) for prompt in prompts]
-        await session.prefill(*batch)
-        for each in batch:
-            assert (await session.pull(each)).error is None
-        outputs = await decode_batch(session.destination, batch, NUM_DECODED)
-        await session.end()
+        async with world.pull_session(prefill, decode) as session:
+            batch = [await session.reserve(prompt.token_ids) for prompt in prompts]
+            for each in batch:  # by itself: some chunks of three prompts are more than a step holds
+                await session.prefill(each)
+                assert (await session.pull(each)).error is None
+            outputs = await decode_batch(session.destination, batch, NUM_DECODED)
         assert outputs == [prompt.output_ids[:NUM_DECODED] for prompt in prompts]
 
 
