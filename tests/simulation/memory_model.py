@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
+from common.layout.context_parallel import held_range
 from common.layout.planner import ReshardPlan
 from contracts.handoff import Grant
 from contracts.manifest import PlannedPart, Role
@@ -97,7 +100,11 @@ class ModelMemory:
         return owner
 
     def write(self, grant: Grant, handoff_id: str, part: PlannedPart, start: int, end: int) -> str:
-        """Bytes land. Returns what is wrong with that: whoever owns the memory must be whom the grant was given to."""
+        """Bytes land. Returns what is wrong with that: whoever owns the memory must be whom the grant was given to.
+
+        Tokens are counted by those that the part's destination keeps: a block id is the same on all ranks, their content is not.
+        """
+        part = _named(part)
         if part.role in STATES:
             owner = self._slot_owner.get(grant.slot)
             content = self._slots.get(grant.slot)
@@ -124,24 +131,24 @@ class ModelMemory:
         """The first planned part that does not lie where it belongs, in full; "" when all of them do."""
         binding, size = owner.binding, self._block_size
         for part in plan.parts:
+            name = _named(part)
             if part.role in STATES:
                 content = self._slots.get(binding.slot)
-                if content is None or content.generation != binding.generation or part not in content.bits:
+                if content is None or content.generation != binding.generation or name not in content.bits:
                     return f"{part.role} of layer {part.layer} from rank {part.src_rank} to {part.dst_rank}"
                 continue
-            for index in range(num_cached_tokens // size, -(-binding.num_prompt_tokens // size)):
-                content = self._blocks.get(owner.blocks[index])
-                first, last = (
-                    max(num_cached_tokens - index * size, 0),
-                    min(binding.num_prompt_tokens - index * size, size),
-                )
-                wanted = (1 << last) - (1 << first)
-                if (
-                    content is None
-                    or content.generation != binding.generation
-                    or content.bits.get(part, 0) & wanted != wanted
-                ):
-                    return f"{part.role} of block {index} from rank {part.src_rank} to {part.dst_rank}"
+            share = part.modulus, part.residue
+            for start, end in held_range(num_cached_tokens, binding.num_prompt_tokens, size, *share):
+                for index in range(start // size, -(-end // size)):
+                    content = self._blocks.get(owner.blocks[index])
+                    first, last = max(start - index * size, 0), min(end - index * size, size)
+                    wanted = (1 << last) - (1 << first)
+                    if (
+                        content is None
+                        or content.generation != binding.generation
+                        or content.bits.get(name, 0) & wanted != wanted
+                    ):
+                        return f"{part.role} of block {index} from rank {part.src_rank} to {part.dst_rank}"
         return ""
 
     def _outside(self, owner: Owner | None, grant: Grant, handoff_id: str, where: str) -> str:
@@ -150,3 +157,8 @@ class ModelMemory:
         if owner.generation != grant.generation:
             return f"{self.name}: {handoff_id} wrote into {where} of {owner.binding.handoff_id}"
         return ""
+
+
+def _named(part: PlannedPart) -> PlannedPart:
+    """The part without its share of the blocks, of which those who write say nothing."""
+    return msgspec.structs.replace(part, modulus=1, residue=0)

@@ -85,7 +85,7 @@ def faults_of(
     at = rng.uniform(0.3, 4.0)
 
     def fault(kind: FaultKind, at_s: float, for_s: float, whom: str = "") -> Fault:
-        return Fault(kind=kind, whom=whom, at_s=max(0.0, at_s), for_s=for_s, severity=rng.random())
+        return Fault(kind=kind, whom=whom, at_s=max(0.0, at_s), for_s=for_s, severity=rng.uniform(0.3, 1.0))
 
     def crash(whom: tuple[str, ...], earliest_s: float, latest_s: float) -> Fault:
         return fault(FaultKind.CRASH, rng.uniform(earliest_s, latest_s), rng.uniform(0.02, 0.3), rng.choice(whom))
@@ -95,7 +95,9 @@ def faults_of(
             return []
         case Plot.LATE_ANSWERS:
             late, store = fault(FaultKind.LATE, 0.0, 8.0), fault(FaultKind.STORE, at, rng.uniform(0.5, 4.0))
-            return [late, store, crash(workers, 0.2, 6.0), crash(workers, 0.2, 6.0)]
+            blinks = fault(FaultKind.BLINK, at, rng.uniform(0.5, 4.0))
+            crashes = [crash(workers, 0.2, 6.0), crash(workers, 0.2, 6.0)]
+            return [late, store, *crashes, blinks] if rng.random() < 0.5 else [late, store, *crashes]
         case Plot.SLOW_STORE:
             disturbed = [fault(FaultKind.STORE, 0.0, 8.0), fault(FaultKind.LATE, 0.0, rng.uniform(3.0, 8.0))]
             blinks = fault(FaultKind.BLINK, rng.uniform(0.0, 4.0), rng.uniform(1.0, 4.0))

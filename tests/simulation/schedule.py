@@ -15,6 +15,8 @@ NUM_FAULTS: Final = (3, 6)
 BLOCK_SIZE: Final = 4
 _SPAN_S: Final = 6.0
 _PLOTTED: Final = 0.5
+_SHARING_TP: Final = 4
+_SHARED: Final = 0.6
 _BY_CHANCE: Final = tuple(kind for kind in FaultKind if kind is not FaultKind.OVERLAP)
 
 
@@ -47,6 +49,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     tp: int
     dp: int
+    dcp: int = 1
     num_blocks: int
     num_slots: int
     chunk_tokens: int
@@ -79,7 +82,7 @@ def make_schedule(seed: int) -> Schedule:
     """The schedule of a seed, always the same."""
     rng = random.Random(seed)
     plot = rng.choice([each for each in Plot if each is not Plot.CHANCE]) if rng.random() < _PLOTTED else Plot.CHANCE
-    workers = _workers(rng)
+    workers = _workers(rng, random.Random(f"{seed} grouping"))
     routers = ("router-0",) if rng.random() < 0.7 else ("router-0", "router-1")
     brokers = ("broker-0",) if rng.random() < 0.2 and plot is not Plot.OVERLAP else ("broker-0", "broker-1")
     return Schedule(
@@ -94,7 +97,7 @@ def make_schedule(seed: int) -> Schedule:
     )
 
 
-def _workers(rng: random.Random) -> tuple[WorkerPlan, ...]:
+def _workers(rng: random.Random, grouping: random.Random) -> tuple[WorkerPlan, ...]:
     counts = {"prefill": rng.randint(1, 2), "decode": rng.randint(1, 2), "mixed": int(rng.random() < 0.25)}
     found: list[WorkerPlan] = []
     for role, count in counts.items():
@@ -105,6 +108,7 @@ def _workers(rng: random.Random) -> tuple[WorkerPlan, ...]:
                 worker_id=f"{role}-{number}",
                 tp=tp,
                 dp=2 if rng.random() < 0.2 else 1,
+                dcp=2 if role == "decode" and tp == _SHARING_TP and grouping.random() < _SHARED else 1,
                 num_blocks=rng.choice((24, 48, 96)),
                 num_slots=rng.choice((2, 3, 8)),
                 chunk_tokens=rng.choice((8, 16, 64)),

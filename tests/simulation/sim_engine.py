@@ -41,6 +41,7 @@ class SimulatedEngine(FakeEngine):
             dp_rank=dp_rank,
             dp=plan.dp,
             tp=plan.tp,
+            dcp=plan.dcp,
             block_size=BLOCK_SIZE,
             num_blocks=plan.num_blocks,
             num_slots=plan.num_slots,

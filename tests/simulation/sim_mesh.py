@@ -149,6 +149,7 @@ class SimulatedMesh:
             engine=EngineKind.FAKE,
             tp=plan.tp,
             dp=plan.dp,
+            dcp=plan.dcp,
             block_size=BLOCK_SIZE,
             num_blocks=plan.num_blocks,
             num_slots=plan.num_slots,

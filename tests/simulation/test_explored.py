@@ -52,11 +52,13 @@ def one(*, num_ranks: int = 1, may_crash: bool = False, may_repeat: bool = False
     )
 
 
-def two(*, num_blocks: int, may_crash: bool = False, may_repeat: bool = False, checks: bool = True) -> Scenario:
-    """Two requests on workers of one rank, for which there is room or not."""
+def two(
+    *, num_blocks: int, num_ranks: int = 1, may_crash: bool = False, may_repeat: bool = False, checks: bool = True
+) -> Scenario:
+    """Two requests on workers of so many ranks, for which there is room or not."""
     return Scenario(
         num_requests=2,
-        num_ranks=1,
+        num_ranks=num_ranks,
         num_blocks=num_blocks,
         may_crash=may_crash,
         may_repeat=may_repeat,
@@ -77,7 +79,10 @@ def two(*, num_blocks: int, may_crash: bool = False, may_repeat: bool = False, c
         pytest.param(one(may_repeat=True, may_crash=True), 1_000, id="twice and dead", marks=pytest.mark.long),
         pytest.param(one(num_ranks=2, may_repeat=True), 10_000, id="two ranks, twice", marks=pytest.mark.long),
         pytest.param(one(num_ranks=2, may_crash=True), 15_000, id="two ranks die", marks=pytest.mark.long),
-        pytest.param(two(num_blocks=1, may_crash=True), 10_000, id="two want one, and it dies", marks=pytest.mark.long),
+        pytest.param(
+            two(num_blocks=1, may_crash=True), 500_000, id="two want one, and it dies", marks=pytest.mark.long
+        ),
+        pytest.param(two(num_blocks=1, num_ranks=2), 10_000, id="two of two ranks want one", marks=pytest.mark.long),
         pytest.param(two(num_blocks=1, may_repeat=True), 5_000, id="two want one, twice", marks=pytest.mark.long),
     ],
 )
