@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from common.layout.ranges import RangeSet
 from contracts.handoff import Grant
-from contracts.manifest import Namespace, RankManifest, Role
-from contracts.rank import BindSequence, PushOutcome, PushTarget, StepItem
+from contracts.manifest import Namespace, Role
+from contracts.rank import BindSequence, PushOutcome, PushTarget
 from contracts.requests import SamplingParams
-from tests.integration.cache_bytes import Gathered, Held, Memories, gather, poison, untouched
-from tests.integration.handoff_pairs import CHUNK, DEADLINE_S, NUM_BLOCKS, NUM_SLOTS, PartKey, Worker, owed_by
+from tests.integration.cache_bytes import Gathered, Held, untouched
+from tests.integration.engine_session import EngineSession, decode_at, manifests_of
+from tests.integration.handoff_pairs import DEADLINE_S, NUM_BLOCKS, NUM_SLOTS, PartKey, Worker, owed_by
 
 NUM_DECODED = 8
 """Tokens that are reserved behind each prompt."""
@@ -63,20 +64,17 @@ class _Free:
 
 
 @dataclass(kw_only=True)
-class ByteSession:
+class ByteSession(EngineSession):
     """Some handoffs from `source` to `destination`, which must be linked. Leave with `end`."""
 
-    source: Worker
-    destination: Worker
-    memories: Memories
     _travelling: list[Travelling] = field(default_factory=list)
     _done: dict[tuple[str, PartKey], RangeSet] = field(default_factory=dict)
     _here: _Free = field(init=False)
     _there: _Free = field(init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._here, self._there = _Free.shuffled(self.source, 1), _Free.shuffled(self.destination, 2)
-        poison(self.memories.of(self.destination.name))
 
     async def reserve(self, prompt: Sequence[int], num_cached_tokens: int = 0) -> Travelling:
         """Set memory aside for a prompt on both sides; the destination's caches are poison until something is pushed.
@@ -117,32 +115,6 @@ class ByteSession:
         self._travelling.append(made)
         return made
 
-    async def prefill_step(self, *batch: Travelling) -> None:
-        """Compute the next chunk of each sequence in one step."""
-        items = []
-        for each in batch:
-            piece = each.prompt[each.done : each.done + CHUNK]
-            last = each.done + len(piece) == len(each.prompt)
-            items.append(
-                StepItem(
-                    seq=each.seq,
-                    start=each.done,
-                    num_tokens=len(piece),
-                    token_ids=piece,
-                    sample=last,
-                    last_chunk=last,
-                )
-            )
-            each.done += len(piece)
-        tokens = await self.source.run(items)
-        for each in batch:
-            each.first_token = tokens.get(each.seq)
-
-    async def prefill(self, *batch: Travelling) -> None:
-        """Compute some prompts side by side to their ends."""
-        while unfinished := [each for each in batch if each.done < len(each.prompt)]:
-            await self.prefill_step(*unfinished)
-
     async def arrived(self, *wanted: Travelling) -> None:
         """Wait until everything of these sequences has been reported, each token once."""
         planned = self.source.plans[self.destination.name].parts
@@ -162,26 +134,14 @@ class ByteSession:
 
     async def decode(self, each: Travelling, count: int) -> tuple[int, ...]:
         """Take a sequence over: `count` tokens after the one that prefill has chosen."""
-        tokens: list[int] = []
-        for position in range(count):
-            given = (each.first_token,) if position == 0 and each.first_token is not None else ()
-            item = StepItem(seq=each.seq, start=len(each.prompt) + position, num_tokens=1, token_ids=given, sample=True)
-            tokens.append((await self.destination.run([item]))[each.seq])
-            each.num_decoded += 1
+        tokens = await decode_at(self.destination, each, count)
+        each.num_decoded += count
         return tuple(tokens)
-
-    def sent(self, each: Travelling) -> Gathered:
-        """What the source holds of a sequence, unsharded."""
-        return gather(_manifests(self.source), self.memories.of(self.source.name), each.here)
-
-    def received(self, each: Travelling) -> Gathered:
-        """What the destination holds of it, unsharded."""
-        return gather(_manifests(self.destination), self.memories.of(self.destination.name), each.there)
 
     def nothing_else_written(self) -> bool:
         """Whether all of the destination's memory but the granted slots, and the tokens that there are, is still poison."""
         helds = [replace(each.there, num_tokens=len(each.prompt) + each.num_decoded) for each in self._travelling]
-        return untouched(_manifests(self.destination), self.memories.of(self.destination.name), helds)
+        return untouched(manifests_of(self.destination), self.memories.of(self.destination.name), helds)
 
     async def forget_at_source(self, each: Travelling) -> None:
         """Release the source's memory of a sequence that has been taken over: the next one gets that very memory."""
@@ -192,9 +152,7 @@ class ByteSession:
 
     async def end(self) -> None:
         """Give all memory back on both sides."""
-        seqs = tuple(each.seq for each in self._travelling)
-        for worker in (self.source, self.destination):
-            assert await worker.group.release(seqs, worker.next_generation(), 5000) == frozenset()
+        await self.release(self._travelling)
 
 
 def paged(found: Gathered) -> Gathered:
@@ -209,7 +167,3 @@ def layers_of(found: Gathered) -> dict[Role, set[int]]:
         assert key.namespace is Namespace.TARGET
         layers.setdefault(key.role, set()).add(key.layer)
     return layers
-
-
-def _manifests(worker: Worker) -> list[RankManifest]:
-    return [rank.manifest for rank in worker.info.ranks]

@@ -32,6 +32,7 @@ from contracts.manifest import PlannedPart, Role
 from contracts.pull import ShardState
 from contracts.rank import PullStopped, RoleMerged, ShardPulled, StartRank
 from tests.integration.cache_bytes import Memories, differing
+from tests.integration.engine_session import decode_at
 from tests.integration.handoff_pairs import Worker, start_worker
 from tests.integration.pull_session import EVERYTHING, NUM_ROWS, STATES, Pulled, PullSession
 from tests.integration.reference_prompts import random_model
@@ -204,9 +205,9 @@ async def test_decode_goes_on_with_the_tokens_of_the_source(world: World, prefil
         assert (await session.pull(one)).error is None
         async with asyncio.TaskGroup() as group:
             pulled = group.create_task(session.pull(other), name="other")
-            there = await session.decode(session.destination, one, 8)
+            there = await decode_at(session.destination, one, 8)
         assert pulled.result().error is None
-        assert there == await session.decode(session.source, one, 8)
+        assert there == await decode_at(session.source, one, 8)
 
 
 # The checks can fail: each fault of the rules is planted, and seen.

@@ -12,7 +12,6 @@ import torch
 
 from common.engine.rank_group import RankGroup
 from contracts.rank import StepPlan
-from tests.integration import byte_session
 from tests.integration.byte_session import ByteSession
 from tests.integration.cache_bytes import Memories, differing
 from tests.integration.handoff_pairs import Worker, link, start_worker
@@ -55,7 +54,6 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 async def test_1700_tokens_in_chunks_of_256_arrive_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks prefill in seven steps: each token of each part is reported once, and every byte is there."""
-    monkeypatch.setattr(byte_session, "CHUNK", CHUNK)
     steps: list[StepPlan] = []
     step = RankGroup.step
 
@@ -64,7 +62,7 @@ async def test_1700_tokens_in_chunks_of_256_arrive_whole(world: World, monkeypat
         return await step(self, plan)
 
     monkeypatch.setattr(RankGroup, "step", counted)
-    session = ByteSession(source=world.source, destination=world.destination, memories=world.memories)
+    session = ByteSession(source=world.source, destination=world.destination, memories=world.memories, chunk=CHUNK)
     one = await session.reserve(PROMPT)
     await session.prefill(one)
     await session.arrived(one)
@@ -76,8 +74,7 @@ async def test_1700_tokens_in_chunks_of_256_arrive_whole(world: World, monkeypat
 
 async def test_a_chunk_that_is_missing_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: tokens that were said to be there, and were never sent, are still poison."""
-    monkeypatch.setattr(byte_session, "CHUNK", CHUNK)
-    session = ByteSession(source=world.source, destination=world.destination, memories=world.memories)
+    session = ByteSession(source=world.source, destination=world.destination, memories=world.memories, chunk=CHUNK)
     one = await session.reserve(PROMPT, CHUNK)
     await session.prefill(one)
     await session.arrived(one)
