@@ -1,7 +1,7 @@
 """The part of the OpenAI HTTP interface that the router speaks: what clients send and what they get back.
 
-Requests: unknown fields are ignored; fields that are known but not built are typed `Any`, so that the router can refuse
-them by name; `null` always means "not given". Answers: fields that are `UNSET` are left out of the JSON.
+Requests: unknown fields are ignored, but for slips of the pen; fields that are known but not built are typed `Any`, so that the
+router can refuse them by name; `null` always means "not given". Answers: fields that are `UNSET` are left out of the JSON.
 """
 
 from __future__ import annotations

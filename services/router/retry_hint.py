@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo
-from services.router.core.retry_after import Throughput, num_ahead, seconds_until_room
+from services.router.core.retry_after import Throughput, lacks_a_role, num_ahead, seconds_until_room
 from services.router.fleet import Fleet
 from services.router.settings import RouterSettings
 
@@ -25,7 +25,9 @@ class RetryHint:
         self.throughput.ended(self.clock.monotonic())
 
     def seconds(self, error: ErrorInfo) -> int:
-        """When to come back after `error`. Only for lack of room does time tell; what is broken may be whole at any moment."""
+        """When to come back after `error`. Only lack of room or of workers lets time tell; what else is broken may be whole at any moment."""
+        if error.code is ErrorCode.NO_ROUTE and lacks_a_role(self.fleet.view().workers.values()):
+            return min(self.settings.retry_after_restart_s, self.settings.max_retry_after_s)
         if error.code is not ErrorCode.OVERLOADED:
             return self.settings.retry_after_s
         return seconds_until_room(

@@ -79,6 +79,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Retries that each second adds to the budget."""
     retry_after_s: Count = 1
     """The least that Retry-After names when a request is refused for lack of room."""
+    retry_after_restart_s: Count = 10
+    """What Retry-After names while no worker of a role is ready: about as long as one takes to start again."""
     max_retry_after_s: Count = 60
     """The most that Retry-After names."""
     tokenizer_threads: Count = 1

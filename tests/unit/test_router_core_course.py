@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import pytest
 
 from contracts.errors import ErrorCode, PdmeshError
@@ -14,7 +15,7 @@ from services.router.core.detokenizer import whole_text
 from services.router.core.placement import Loads
 from services.router.core.prompt_frames import pack_ids
 from services.router.core.remainder import Remainder
-from services.router.core.retry_after import num_ahead
+from services.router.core.retry_after import lacks_a_role, num_ahead
 from services.router.core.text_stream import TextPiece, TextStream
 from services.router.core.usage import UsageMeter
 from services.router.core.vocabulary import Vocabulary, _byte_of_char
@@ -128,6 +129,16 @@ def test_those_ahead_wait_where_answers_are_generated() -> None:
     workers = [record(WorkerRole.PREFILL, 100), record(WorkerRole.DECODE, 20), record(WorkerRole.MIXED, 3)]
     assert num_ahead(workers) == 23
     assert num_ahead(workers[:1]) == num_ahead([]) == 0
+
+
+def test_without_a_worker_of_each_role_no_way_can_lead_through() -> None:
+    """One that is mixed is a way by itself; one that drains or starts is none yet."""
+    prefill, decode, mixed = (record(role, 0) for role in (WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED))
+    assert lacks_a_role([])
+    assert lacks_a_role([prefill])
+    assert lacks_a_role([prefill, msgspec.structs.replace(decode, state=WorkerState.DRAINING)])
+    assert not lacks_a_role([prefill, decode])
+    assert not lacks_a_role([mixed])
 
 
 def test_tokens_are_counted_over_all_choices_and_cached_ones_once_a_prompt() -> None:

@@ -228,3 +228,32 @@ def test_min_tokens_is_at_most_max_tokens() -> None:
     """Checked once the length is known."""
     with pytest.raises(PdmeshError, match=r"min_tokens: 5 .* at most max_tokens \(4\)"):
         read_parameters(completion(min_tokens=5)).sampling(max_tokens=4, seed=0, choice=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("redispach", "redispatch"),
+        ("max_token", "max_tokens"),
+        ("stream_option", "stream_options"),
+        ("toppp", None),
+        ("top_a", None),
+        ("max_new_tokens", None),
+        ("repeat_penalty", None),
+        ("user", None),
+        ("metadata", None),
+        ("x" * 100_000, None),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_slip_of_the_pen_is_told_and_other_unknown_fields_are_ignored(name: str, meant: str | None) -> None:
+    """Clients send fields of other servers, which do no harm; a misspelt one would quietly do nothing."""
+    body = json.dumps({"model": "tiny", "prompt": "x", name: 1}).encode()
+    if meant is None:
+        assert decode_body(body, CompletionRequest).prompt == "x"
+        return
+    with pytest.raises(PdmeshError) as caught:
+        decode_body(body, CompletionRequest)
+    assert caught.value.message == f"{name}: there is no such field; did you mean {meant}?"
+    assert (caught.value.code, caught.value.info.param) == (ErrorCode.INVALID_REQUEST, name)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from contracts.workers import WorkerRecord, WorkerRole
+from contracts.workers import WorkerRecord, WorkerRole, WorkerState
 
 WINDOW_S: Final = 30.0
 MAX_ENDS: Final = 1024
@@ -36,6 +36,12 @@ def num_ahead(workers: Iterable[WorkerRecord]) -> int:
     """How many requests wait for memory where answers are generated, as the workers' records say."""
     generating = (WorkerRole.DECODE, WorkerRole.MIXED)
     return sum(worker.load.num_waiting for worker in workers if worker.role in generating)
+
+
+def lacks_a_role(workers: Iterable[WorkerRecord]) -> bool:
+    """Whether no way can lead through these workers before another one has started: it takes a mixed one, or one of each other role."""
+    ready = {worker.role for worker in workers if worker.state is WorkerState.READY}
+    return WorkerRole.MIXED not in ready and not {WorkerRole.PREFILL, WorkerRole.DECODE} <= ready
 
 
 def seconds_until_room(*, ahead: int, per_second: float, least: int, most: int) -> int:
