@@ -70,13 +70,14 @@ def test_nobody_has_a_key() -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """Lengths of some sequences, and what of each a step attends from: single tokens first, then chunks."""
+    """Lengths of some sequences, and what of each a step attends from: one token, a few alike, or a chunk; few before many."""
     lengths, starts, counts = [], [], []
     for _ in range(draw(st.integers(1, 4))):
         lengths.append(draw(st.integers(1, 34)))
-        starts.append(draw(st.integers(0, lengths[-1] - 1)) if draw(st.booleans()) else lengths[-1] - 1)
+        counted = draw(st.one_of(st.sampled_from((1, 3)), st.integers(1, lengths[-1])))
+        starts.append(max(0, lengths[-1] - counted))
         counts.append(lengths[-1] - starts[-1])
-    order = sorted(range(len(lengths)), key=lambda i: counts[i] > 1)
+    order = sorted(range(len(lengths)), key=lambda i: counts[i])
     return [lengths[i] for i in order], [starts[i] for i in order], [counts[i] for i in order]
 
 
@@ -86,6 +87,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     dcp_size=st.sampled_from((1, 2, 4, 8)),
     block_size=st.sampled_from((1, 2, 4)),
     key_tile=st.sampled_from((4, 2048)),
+    max_batched=st.sampled_from((1, 7)),
     device=st.sampled_from((Float64Device(), BinaryDevice())),
     seed=st.integers(0, 1000),
 )
@@ -94,6 +96,7 @@ def test_ranks_that_share_blocks_attend_like_one_that_has_them_all(  # noqa: PLR
     dcp_size: int,
     block_size: int,
     key_tile: int,
+    max_batched: int,
     device: Float64Device,
     seed: int,
 ) -> None:
@@ -105,6 +108,7 @@ def test_ranks_that_share_blocks_attend_like_one_that_has_them_all(  # noqa: PLR
     with (
         patch.object(attention_metadata, "KEY_TILE", key_tile),
         patch.object(attention_metadata, "QUERY_TILE", 7),
+        patch.object(attention_metadata, "MAX_BATCHED_TOKENS", max_batched),
     ):
         world = ShardedWorld(lengths=lengths, dcp_size=dcp_size, block_size=block_size, device=device, seed=seed)
         query = world.query(counts)
