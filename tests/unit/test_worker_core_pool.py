@@ -77,6 +77,24 @@ def test_a_pool_that_has_lost_something_says_so(spoil: str, text: str) -> None:
         assert str(caught.value) == text
 
 
+def test_generations_rise_by_the_number_of_replicas() -> None:
+    """No two replicas give the same one: cells that are raised to one belong to nobody else."""
+    alone = BlockPool(num_blocks=1, num_slots=1, block_size=16)
+    assert [alone.next_generation() for _ in range(3)] == [1, 2, 3]
+    third = BlockPool(num_blocks=1, num_slots=1, block_size=16, dp_rank=2, dp=4)
+    assert [third.next_generation() for _ in range(3)] == [6, 10, 14]
+
+
+@pytest.mark.parametrize("field", ["num_blocks", "num_slots", "block_size", "dcp"])
+def test_a_pool_of_nothing_is_refused_by_field_value_and_rule(field: str) -> None:
+    """One of each is enough."""
+    counts = {"num_blocks": 1, "num_slots": 1, "block_size": 1, "dcp": 1}
+    assert BlockPool(**counts).num_free_blocks == 1
+    with pytest.raises(InvalidValueError) as caught:
+        BlockPool(**(counts | {field: 0}))
+    assert str(caught.value) == f"{field}: 0 is not allowed; the rule is: 1 or more"
+
+
 def sequence(seq: int, num_prompt_tokens: int = 4) -> Sequence:
     """A request whose prompt is known here."""
     return Sequence(
@@ -209,3 +227,20 @@ def test_bytes_that_are_too_many_are_counted_with_those_that_came_before() -> No
     with pytest.raises(InvalidValueError) as caught:
         buffer.add(halves[1], now=0.0)
     assert str(caught.value).startswith("ids_b64: '16 bytes' is not allowed")
+
+
+def test_a_prompt_of_one_token_shares_the_last_place_of_a_step() -> None:
+    """Computed whole, beside three that decode in steps of four."""
+    pool = BlockPool(num_blocks=8, num_slots=8, block_size=16)
+    scheduler = Scheduler(pool, StepLimits(max_step_tokens=4, prefill_chunk_tokens=1, chunked=False))
+    decoding = [sequence(seq) for seq in (1, 2, 3)]
+    for each in decoding:
+        each.num_computed, each.pending_token = 4, 9
+    for each in (*decoding, sequence(4, 1)):
+        scheduler.enqueue(each)
+        admitted = scheduler.admit()
+        assert admitted is not None
+        scheduler.start(admitted)
+    plan = scheduler.plan()
+    assert plan is not None
+    assert [(item.seq, item.num_tokens) for item in plan.items] == [(1, 1), (2, 1), (3, 1), (4, 1)]
