@@ -1,6 +1,7 @@
 """The value of one setting: read from text or JSON as its field's type, and shown again without secrets."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +10,8 @@ import msgspec
 
 _SECRET_SUFFIXES: Final = ("password", "token", "secret")
 _BAD_CHOICE: Final = "Invalid enum value"
+_TYPES: Final = {"bool": "0, 1, true or false", "int": "a whole number", "float": "a number", "str": "text"}
+_WRONG_TYPE: Final = re.compile(r"Expected `(?P<kind>bool|int|float|str)`(?P<bound> [<>]=? [^,]+)?(, got `\w+`)?")
 
 
 def read_text(text: str, kind: Any) -> Any:
@@ -68,7 +71,10 @@ def _rule(error: msgspec.ValidationError, kind: Any) -> str:
     """What is broken, in words; for a choice also what there is to choose from, which msgspec leaves out."""
     problem = str(error)
     allowed = choices(kind)
-    return f"one of {', '.join(allowed)}" if allowed and problem.startswith(_BAD_CHOICE) else problem
+    if allowed and problem.startswith(_BAD_CHOICE):
+        return f"one of {', '.join(allowed)}"
+    plain = _WRONG_TYPE.fullmatch(problem)
+    return problem if plain is None else _TYPES[plain["kind"]] + (plain["bound"] or "")
 
 
 def _choices(kind: msgspec.inspect.Type) -> Iterator[Any]:

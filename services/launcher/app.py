@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final, assert_never
 
+from common.bus.errors import BusUnavailable
 from common.bus.port import Bus
 from common.runtime.clock import SystemClock
 from common.runtime.settings import SettingsError, environment
@@ -151,4 +152,10 @@ async def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         # Set by hand: a shell's background job starts with SIGINT ignored, and Python then leaves it so.
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     url = arguments.nats or environment().get("PD_NATS_URL") or _DEFAULT_NATS
-    return await with_bus(url, use, say=console.say)
+    try:
+        return await with_bus(url, use, say=console.say)
+    except BusUnavailable as error:
+        if url != _DEFAULT_NATS:
+            raise
+        text = f"{error.message}; name the mesh's server with --nats URL: pdmesh up prints it"
+        raise BusUnavailable(text, maybe_done=error.maybe_done) from error

@@ -34,7 +34,8 @@ async def change_setting(bus: Bus, worker_id: str, assignment: str, console: Con
     workers = {worker.worker_id: worker for worker in (await read_links(bus)).workers}
     worker = workers.get(worker_id)
     if worker is None:
-        console.say(f"no worker {worker_id} is registered; there are: {', '.join(sorted(workers)) or 'none'}")
+        there = ", ".join(sorted(workers)) or "none"
+        console.say(f"no worker {worker_id} is registered, and only workers can be told; there are: {there}")
         return EXIT_NOT_SET
     subject = subjects.worker_rpc(worker.role, worker_id, WorkerVerb.SET)
     try:

@@ -136,7 +136,7 @@ class MeshRun:
     async def _start(self, supervisor: Supervisor, directory: RunDirectory) -> RunningMesh:
         router = self._plan.router.settings.value
         if not is_free(router.host, router.port):
-            raise PdmeshError(f"port: {router.port} is not allowed; the rule is: free on {router.host}")
+            raise PdmeshError(f"port: {router.port} is taken on {router.host}: give another one with --port")
         logs = self._logs(directory)
         logs.mkdir(parents=True, exist_ok=True)
         nats_url = self._plan.launcher.nats_url or await self._start_nats(supervisor, directory)
@@ -165,7 +165,7 @@ class MeshRun:
         port, monitor = free_ports(2)
         port = self._plan.launcher.nats_port or port
         if not is_free("127.0.0.1", port):
-            raise PdmeshError(f"nats_port: {port} is not allowed; the rule is: free on 127.0.0.1")
+            raise PdmeshError(f"nats_port: {port} is taken on 127.0.0.1: give another one, or 0 for a free one")
         options = ("-a", "127.0.0.1", "-p", str(port), "-m", str(monitor), "-js", "-sd", str(directory.path / "nats"))
         await supervisor.start(
             ChildSpec(

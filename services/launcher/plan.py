@@ -310,9 +310,13 @@ class _Planner:
         self._findings.append(Finding(service="", problem=SettingsProblem(key=key, value=value, rule=rule)))
 
     def _distinct_findings(self) -> tuple[Finding, ...]:
-        """What is set for everybody is refused by everybody, in slightly different words: say it once."""
-        found = {(each.service, each.problem.key, each.problem.value): each for each in reversed(self._findings)}
-        return tuple(found.values())[::-1]
+        """What is set for everybody is refused by everybody, in slightly different words: say it once, in the most helpful ones."""
+        found: dict[tuple[str, str, str], Finding] = {}
+        for each in self._findings:
+            known = found.setdefault((each.service, each.problem.key, each.problem.value), each)
+            if known.problem.rule in each.problem.rule:  # the same, with what may have been meant
+                found[each.service, each.problem.key, each.problem.value] = each
+        return tuple(found.values())
 
 
 def _named(finding: Finding) -> SettingsProblem:

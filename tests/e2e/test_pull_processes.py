@@ -65,7 +65,7 @@ async def test_a_mesh_that_pulls_gives_the_reference_tokens(tmp_path: Path, tran
             after = await all_equal(probe, PROMPTS[HALF:], AT_ONCE[transport])
             status, text = await command("set", "decode-7", "parallel_shard_pull=0", "--nats", mesh.nats_url)
             assert status == 1
-            assert "no worker decode-7 is registered; there are: decode-0, prefill-0" in text
+            assert "no worker decode-7 is registered" in text
             await probe.assert_settles(baseline)
             for requests, parallel in ((before, True), (after, False)):
                 for request in requests:

@@ -31,7 +31,13 @@ class _Screen:
         ("decode-0", "parallel_shard_pull=0", 0, "decode-0: parallel_shard_pull was 1, is 0\n", ""),
         ("decode-0", "num_blocks=3", 1, "", "it is read at the start alone"),
         ("decode-0", "parallel_shard_pull=", 1, "", "decode-0 refused: parallel_shard_pull: '' is not allowed"),
-        ("decode-9", "log_level=debug", 1, "", "no worker decode-9 is registered; there are: decode-0"),
+        (
+            "decode-9",
+            "log_level=debug",
+            1,
+            "",
+            "no worker decode-9 is registered, and only workers can be told; there are: decode-0",
+        ),
     ],
 )
 def test_a_setting_is_changed_or_the_reason_is_told(

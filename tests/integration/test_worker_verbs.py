@@ -63,7 +63,7 @@ def test_every_worker_changes_its_log_level(role: WorkerRole) -> None:
 @pytest.mark.parametrize(
     ("role", "key", "value", "rule"),
     [
-        ("decode", "parallel_shard_pull", "maybe", "Expected `bool`, got `str`"),
+        ("decode", "parallel_shard_pull", "maybe", "0, 1, true or false"),
         ("decode", "num_blocks", "7", "it is read at the start alone"),
         ("decode", "parallel_pull", "0", "there is no such setting"),
         ("prefill", "parallel_shard_pull", "0", "one of log_level may change while this worker runs"),

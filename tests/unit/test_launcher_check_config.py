@@ -41,6 +41,14 @@ def planned(*words: str, environ: dict[str, str] | None = None) -> MeshPlan:
     return found.plan
 
 
+def test_a_misspelt_variable_is_told_once_with_what_was_meant() -> None:
+    """Every service refuses it; one that has a setting of nearly that name knows what was meant."""
+    lines = render_check(check(*GOOD, environ={"PD_NUM_SLTS": "3"})).splitlines()
+    assert [line for line in lines if "NUM_SLTS" in line] == [
+        "  refused: PD_NUM_SLTS = 3: no such setting; did you mean num_slots?"
+    ]
+
+
 def test_a_mesh_that_may_start_is_told_what_its_settings_come_to() -> None:
     """Nothing is refused; the flags that have no effect are told with the reason."""
     assert render_check(check(*GOOD)).splitlines() == [
