@@ -218,6 +218,10 @@ class Pulls:
         else:
             error = result.error
             self._counted.count(result)
+        if error is None:
+            self._ports.sources.pulled(pull.source)
+        elif error.code is ErrorCode.TRANSFER_FAILED:
+            self._ports.sources.pull_failed(pull.source)
         pull.is_under_way = False
         if self._pulls.get(handoff_id) is not pull:
             return  # released meanwhile: the broker knows more than we could tell it

@@ -16,6 +16,7 @@ from common.engine.port import EngineDeadError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.tasks import BoundedTasks
+from common.worker.core.doubts import Doubts
 from common.worker.describing import describe_worker
 from common.worker.replica_set import ReplicaSet
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
@@ -61,6 +62,7 @@ class Sources:
         self._tasks = BoundedTasks(group, name="source", limit=2 * MAX_SOURCES)
         self._sources: dict[str, _Source] = {}
         self._heard: HeardTable[WorkerRecord] = HeardTable(ttl_s=WORKER_TTL_S)
+        self._doubts = Doubts()
         self._silence = Silence(bus, clock, ttl_s=WORKER_TTL_S)
 
     async def linked(self, ref: WorkerRef, deadline: Deadline) -> RankManifest:
@@ -92,6 +94,18 @@ class Sources:
         if source.manifest is None:
             raise AssertionError("who is linked was described")
         return source.manifest
+
+    def pulled(self, ref: WorkerRef) -> None:
+        """Note that a pull from a source has arrived."""
+        self._doubts.moved(ref)
+
+    def pull_failed(self, ref: WorkerRef) -> None:
+        """Note that one has not. After some in a row the link is undone, and made again when the source's record comes next."""
+        source = self._sources.get(ref.worker_id)
+        if self._doubts.failed(ref) and source is not None and source.ref == ref and source.is_linked:
+            self._log.error("source_doubted", source=ref.worker_id, source_incarnation=ref.incarnation)
+            del self._sources[ref.worker_id]
+            self._let_go(source, "is linked anew: what was pulled from it did not arrive")
 
     async def run(self, bucket: Bucket) -> None:
         """Link with each prefill worker that appears, before anybody asks for it."""
@@ -188,9 +202,9 @@ class Sources:
     def _is_present(self, source: _Source) -> bool:
         return self._sources.get(source.ref.worker_id) is source
 
-    def _let_go(self, source: _Source) -> None:
-        """Unlink a start that is gone; whoever waits for it is told."""
-        text = f"{source.ref.worker_id} {source.ref.incarnation} is gone"
+    def _let_go(self, source: _Source, why: str = "is gone") -> None:
+        """Unlink a start; whoever waits for it is told why."""
+        text = f"{source.ref.worker_id} {source.ref.incarnation} {why}"
         source.is_linked, source.refusal = False, ErrorInfo(code=ErrorCode.WORKER_LOST, message=text)
         source.done.set()
         self._log.info("source_gone", source=source.ref.worker_id, source_incarnation=source.ref.incarnation)

@@ -19,6 +19,7 @@ from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.offload import Offload
 from common.runtime.tasks import BoundedTasks
+from common.worker.core.doubts import Doubts
 from common.worker.replica_set import ReplicaSet
 from contracts import subjects
 from contracts.errors import ErrorCode, PdmeshError
@@ -26,7 +27,6 @@ from contracts.links import LinkRecord, LinkState
 from contracts.rank import PushOutcome
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerRecord, WorkerRole, WorkerState
-from services.prefill.core.doubts import Doubts
 from services.prefill.core.pair import Pair, Phase, Refusal
 from services.prefill.core.pair_events import (
     Connect,
@@ -150,7 +150,7 @@ class Links:
 
     def push_failed(self, peer: WorkerRef, outcome: PushOutcome, reason: str) -> None:
         """Note, once a handoff, that a push to a peer failed. With reason to doubt the link it is undone, and the peer met again."""
-        if self._doubts.failed(peer, outcome) and peer.worker_id in self._peers:
+        if self._doubts.failed(peer, is_unclear=outcome is PushOutcome.INDETERMINATE) and peer.worker_id in self._peers:
             text = f"what was pushed to it did not arrive: {reason}"[:_MAX_REASON_CHARS]
             self._feed(peer.worker_id, Doubted(at=self._clock.monotonic(), incarnation=peer.incarnation, reason=text))
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.worker.core.doubts import MAX_FAILED_IN_A_ROW
 from common.worker.settings import PulledRoles
 from contracts.errors import ErrorCode
 from contracts.events import EventName
@@ -166,6 +167,42 @@ def test_a_shard_that_fails_ends_the_pull_and_gives_everything_back() -> None:
         assert (await mesh.commit(EXPECTED[0])).error.code is ErrorCode.PROTOCOL
         assert 'pdmesh_worker_pulls_total{code="transfer_failed"} 1.0' in service.metrics.exposition().decode()
         await release(mesh)
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_a_source_whose_pulls_fail_in_a_row_is_linked_anew() -> None:
+    """Its connections may be gone though it lives; one failure says nothing, and one success that the link carries."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pulling_pair(mesh)
+        engine = engine_of(mesh)
+        made: list[str] = []
+        link_source, unlink = engine.link_source, engine.unlink
+
+        async def linked(peer: WorkerRef, ranks: Any) -> None:
+            made.append("linked")
+            engine.reads.failures.clear()  # as new connections would
+            await link_source(peer, ranks)
+
+        async def unlinked(peer: WorkerRef) -> None:
+            made.append("unlinked")
+            await unlink(peer)
+
+        engine.link_source, engine.unlink = linked, unlinked  # type: ignore[method-assign]  # to count
+        outcomes = "-" * (MAX_FAILED_IN_A_ROW - 1) + "+" + "-" * MAX_FAILED_IN_A_ROW + "+"
+        for number, outcome in enumerate(outcomes):
+            handoff = f"r{number}-0"
+            if outcome == "-":
+                engine.reads.failures[0] = "the peer has closed the region or died"
+            else:
+                engine.reads.failures.clear()
+            source = await computed(mesh, handoff)
+            assert await mesh.pull(source, handoff=handoff) == Accepted(handoff_id=handoff)
+            assert ((await pull_ended(mesh)).error is None) == (outcome == "+")
+            await release(mesh, handoff)
+            assert made == ([] if number < len(outcomes) - 2 else ["unlinked", "linked"][: 1 + (outcome == "+")])
         mesh.assert_empty()
 
     in_mesh(scenario)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from common.worker.core.doubts import MAX_FAILED_IN_A_ROW, Doubts
 from contracts.links import LinkEventName
-from contracts.rank import PushOutcome
 from contracts.requests import WorkerRef
-from services.prefill.core.doubts import MAX_FAILED_IN_A_ROW, Doubts
 from services.prefill.core.pair import MAX_FAILURES, Doing, Pair, Phase, Refusal, Terms, pause_s
 from services.prefill.core.pair_events import (
     Connect,
@@ -183,13 +182,12 @@ def test_who_is_doubted_and_gone_as_well_is_gone() -> None:
 def test_doubted_are_unclear_ends_and_failures_in_a_row() -> None:
     """What arrives in between shows that the link carries; another start of the peer has a count of its own."""
     doubts, peer = Doubts(), WorkerRef(worker_id="decode-0", incarnation="a")
-    failed = PushOutcome.FAILED_QUIESCED
-    assert [doubts.failed(peer, failed) for _ in range(MAX_FAILED_IN_A_ROW - 1)] == [False] * (MAX_FAILED_IN_A_ROW - 1)
+    assert [doubts.failed(peer) for _ in range(MAX_FAILED_IN_A_ROW - 1)] == [False] * (MAX_FAILED_IN_A_ROW - 1)
     doubts.moved(peer)
-    assert not doubts.failed(WorkerRef(worker_id="decode-0", incarnation="b"), failed)
-    assert [doubts.failed(peer, failed) for _ in range(MAX_FAILED_IN_A_ROW)][-2:] == [False, True]
-    assert not doubts.failed(peer, failed)
-    assert doubts.failed(peer, PushOutcome.INDETERMINATE)
+    assert not doubts.failed(WorkerRef(worker_id="decode-0", incarnation="b"))
+    assert [doubts.failed(peer) for _ in range(MAX_FAILED_IN_A_ROW)][-2:] == [False, True]
+    assert not doubts.failed(peer)
+    assert doubts.failed(peer, is_unclear=True)
 
 
 def test_a_link_that_nobody_wants_as_it_comes_up_is_never_told() -> None:
