@@ -189,7 +189,7 @@ def _add_shard_pull(command: argparse.ArgumentParser) -> None:
         type=_lengths,
         default=(),
         metavar="MS,MS",
-        help="latency of each link (default: looked for)",
+        help="latency of each link, 1 or more; beside it 0 is always measured (default: one that is looked for)",
     )
     command.add_argument(
         "--mb-per-s", type=int, default=0, metavar="N", help="bytes a second of each link (default: no bound)"

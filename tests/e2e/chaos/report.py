@@ -73,6 +73,12 @@ def recoveries(outcomes: Sequence[Outcome], faults: Sequence[Happened]) -> dict[
     return found
 
 
+_ENDINGS: Final = {
+    Ending.CUT: "cut (the connection broke off without a word)",
+    Ending.LATE: "late (it did not end in its time)",
+}
+
+
 def make_report(
     outcomes: Sequence[Outcome],
     faults: Sequence[Happened],
@@ -83,7 +89,9 @@ def make_report(
 ) -> Report:
     """Judge and tell. `more` are broken promises that no stream shows."""
     violations = (*judge(outcomes, faults, strict=strict), *more)
-    errors = Counter(f"{o.ending}: {o.code or 'no code'}" for o in outcomes if o.ending is not Ending.WHOLE)
+    errors = Counter(
+        f"{_ENDINGS.get(o.ending, o.ending)}: {o.code or 'no code'}" for o in outcomes if o.ending is not Ending.WHOLE
+    )
     begun = sum(1 for o in outcomes if o.ending is not Ending.WHOLE and o.token_ids)
     whole = sum(o.ending is Ending.WHOLE for o in outcomes)
     num_tokens = sum(len(o.token_ids) for o in outcomes)
