@@ -71,7 +71,6 @@ async def open_broker(
         fence=fence,
         is_mute=is_mute,
     )
-    group.create_task(broker.strays.run(), name="strays")
     await broker.recover()
     refusals = Refusals(log, clock, metrics)
     edges = BrokerEdges(broker, bus, group, log, refusals, partition=settings.partition)

@@ -58,6 +58,7 @@ class BrokerEdges:
             ("parts", self._read_parts(parts)),
             ("rpc", read()),
             ("sweeps", self._broker.run_sweeps()),
+            ("strays", self._broker.strays.run()),
         ):
             self._tasks.append(self._group.create_task(work, name=name))
 
