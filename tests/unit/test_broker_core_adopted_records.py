@@ -157,12 +157,12 @@ def test_a_plan_that_was_found_is_not_refused_any_more() -> None:
 
 
 def test_what_is_owed_follows_the_blocks_of_the_plan() -> None:
-    """A part of every other block, in blocks of 8 tokens, behind 16 cached ones of 40."""
+    """A part of every other block of 8 tokens, behind 16 cached ones of 40: of blocks 2 to 4 that is block 3, the rank's second one."""
     every_other = replace(KEY, modulus=2, residue=1)
     handoff, _ = step(adopted(HandoffState.PREFILLING)[0], plan(every_other, block_size=8))
     handoff, _ = reserved(handoff)
     assert handoff.ledger is not None
-    assert [view.owed for view in handoff.ledger.part_views()] == [((24, 32),)]
+    assert [view.owed for view in handoff.ledger.part_views()] == [((8, 16),)]
 
 
 def test_a_grant_that_is_gone_is_told_word_for_word() -> None:

@@ -86,6 +86,21 @@ def test_tokens_that_a_worker_tells_of_with_its_error_are_told() -> None:
     assert told.fields["num_tokens"] == 3
 
 
+@pytest.mark.parametrize("told_first", [False, True])
+def test_an_attempt_that_gave_way_ends_alike_whoever_tells_first(told_first: bool) -> None:
+    """Its worker, or the router with the next attempt: it failed for that error, after the tokens that the client has."""
+    gave_way = ErrorInfo(code=ErrorCode.PREEMPTED, message="gave way")
+    handoff = committed()
+    superseded = ev.CancelRequested(at_ns=6 * SECOND, reason="r1-1 has taken its place", num_tokens=3, error=gave_way)
+    if told_first:
+        handoff, _ = step(handoff, superseded)
+        handoff, _ = ended(handoff, error=gave_way)
+    else:
+        handoff, _ = ended(handoff, error=gave_way)
+        handoff, _ = step(handoff, superseded)
+    assert handoff.verdict == Verdict(state=HandoffState.FAILED, error=gave_way, num_tokens=3)
+
+
 def test_decode_cannot_end_well_what_it_was_never_given() -> None:
     """Without a commit there is nothing that it can have decoded; an error of its own it may tell at any time."""
     handoff, effects = ended(prefilling(), finish_reason=FinishReason.STOP)
@@ -238,14 +253,14 @@ def test_time_is_left_in_whole_milliseconds() -> None:
 
 
 def test_a_plan_in_blocks_of_another_size_is_owed_in_them() -> None:
-    """The size that came with the submit is the one that counts."""
+    """The size that came with the submit is the one that counts: of blocks 2 to 4 the rank keeps block 3, as its second one."""
     begun = replace(submitted(replace(KEY, modulus=2, residue=1)), block_size=8)
     handoff, _ = begin(begun, POLICY)
     handoff, _ = step(handoff, ev.RecordStored(at_ns=SECOND, write=1, revision=1))
     handoff, effects = reserved(handoff)
     assert EventName.DECODE_RESERVED in names_of(effects)
     assert handoff.ledger is not None
-    assert [view.owed for view in handoff.ledger.part_views()] == [((24, 32),)]
+    assert [view.owed for view in handoff.ledger.part_views()] == [((8, 16),)]
     whole, _ = reserved(reserving(KEY), cached=40)
     assert whole.verdict is None
     assert whole.ledger_closed
