@@ -76,6 +76,17 @@ def count_instead_of_tiling(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "closed", property(closed))
 
 
+def ask_one_rank_of_a_group(patch: pytest.MonkeyPatch) -> None:
+    """The ledger is closed once the first of the ranks that share blocks has its own."""
+
+    def closed(ledger: Ledger) -> bool:
+        first = (part for part in ledger.planned if part.residue == 0)
+        names = ((ledger.source_of(part), (part.namespace, part.role, part.layer, part.dst_rank)) for part in first)
+        return all(name in ledger.closed_parts for name in names)
+
+    patch.setattr(Ledger, "closed", property(closed))
+
+
 def believe_every_frame(patch: pytest.MonkeyPatch) -> None:
     """The router hands on what comes, also what came before."""
     inner = TokenOrder.accept
@@ -93,6 +104,7 @@ PLANTS: dict[str, tuple[Plant, str]] = {
     "free on a hint": (free_on_a_hint, "I1"),
     "obey old fences": (obey_old_fences, "fences"),
     "count instead of tiling": (count_instead_of_tiling, "I3"),
+    "ask one rank of a group": (ask_one_rank_of_a_group, "I3"),
     "believe every frame": (believe_every_frame, "I4"),
 }
 """Each fault, and the invariant that it breaks."""
