@@ -79,7 +79,7 @@ class SubmitRequest(Versioned, frozen=True, kw_only=True, tag="submit_request"):
 
     The last `num_delivered_tokens` of the prompt are tokens that an earlier attempt has generated and the client has: the stream
     goes on behind them. `sampling.max_tokens` and `min_tokens` count what is left. With the end of the lease of
-    `router_incarnation` nobody waits any more.
+    `router_incarnation` nobody waits any more. `previous_error` is what the attempt before came to, as the router saw it.
     """
 
     handoff_id: Token
@@ -93,6 +93,7 @@ class SubmitRequest(Versioned, frozen=True, kw_only=True, tag="submit_request"):
     timeout_ms: Milliseconds
     num_delivered_tokens: Whole = 0
     router_incarnation: Token | None = None
+    previous_error: ErrorInfo | None = None
 
 
 class CancelRequest(Versioned, frozen=True, kw_only=True, tag="cancel_request"):

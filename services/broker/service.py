@@ -212,7 +212,7 @@ class Broker:
             block_size=plan.block_size,
         )
         handoff, effects = begin(event, self._policy)
-        return self._keep(handoff, effects, deadline, trace)
+        return self._keep(handoff, effects, deadline, trace, previous_error=submit.previous_error)
 
     async def cancel(self, message: CancelRequest) -> Accepted:
         """Nobody waits any more. Raises `RefusedError` for an unknown handoff."""
@@ -362,7 +362,13 @@ class Broker:
         return jobs
 
     def _keep(
-        self, handoff: Handoff, effects: tuple[Effect, ...], deadline: Deadline, trace: TraceContext | None
+        self,
+        handoff: Handoff,
+        effects: tuple[Effect, ...],
+        deadline: Deadline,
+        trace: TraceContext | None,
+        *,
+        previous_error: ErrorInfo | None = None,
     ) -> Live:
         live = Live(self.feed, handoff, deadline, trace)
         self._observer.moved(None, handoff)
@@ -374,14 +380,22 @@ class Broker:
             self.routers.expect(handoff.record.router_id, handoff.record.router_incarnation)
         self._start_each(live, self._perform(live, effects))
         if before is not None:
-            self._supersede(before, live)
+            self._supersede(before, live, previous_error)
         return live
 
-    def _supersede(self, one: Live, other: Live) -> None:
-        """Of two attempts of a request the later one goes on: the router has given the other one up."""
+    def _supersede(self, one: Live, other: Live, previous_error: ErrorInfo | None) -> None:
+        """Of two attempts of a request the later one goes on: the router has given the other one up, and may have said for which error.
+
+        The worker's own word of that error may be under way still: whichever comes first, the attempt ends alike.
+        """
         earlier, later = sorted((one, other), key=lambda live: live.handoff.record.attempt)
-        reason = f"{later.handoff.handoff_id} has taken its place"
-        earlier.tell(CancelRequested(at_ns=self._clock.monotonic_ns(), reason=reason))
+        event = CancelRequested(
+            at_ns=self._clock.monotonic_ns(),
+            reason=f"{later.handoff.handoff_id} has taken its place",
+            num_tokens=later.handoff.record.num_delivered_tokens,
+            error=previous_error if later is other else None,
+        )
+        earlier.tell(event)
 
     def _perform(self, live: Live, effects: tuple[Effect, ...]) -> list[Job]:
         """Do what a step wants, in the handoff's own trace, whosever message made the step. Returns what takes time."""

@@ -17,7 +17,7 @@ from common.runtime.pauses import pauses
 from common.runtime.tasks import BoundedTasks
 from contracts import subjects
 from contracts.codec import decode, encode
-from contracts.errors import CodecError, ErrorCode, PdmeshError
+from contracts.errors import CodecError, ErrorCode, ErrorInfo, PdmeshError
 from contracts.requests import (
     Accepted,
     Answer,
@@ -55,13 +55,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try to serve what is left of a job, over one route."""
+    """One try to serve what is left of a job, over one route. The one before, if there was one, failed with `previous_error`."""
 
     job: Job
     remainder: Remainder
     number: int
     handoff_id: str
     route: Route
+    previous_error: ErrorInfo | None = None
 
 
 class ExplicitRefusal(PdmeshError):  # noqa: N818 - an answer, not a mishap
@@ -130,6 +131,7 @@ class Dispatcher:
             sampling=asked.sampling,
             timeout_ms=0,
             num_delivered_tokens=asked.num_delivered_tokens,
+            previous_error=attempt.previous_error,
         )
         await self._call(subjects.broker_rpc(BrokerVerb.SUBMIT), request, deadline, may_be_silent=True)
 

@@ -137,7 +137,14 @@ class Generator:
         if asked.num_delivered_tokens and course.failure is not None:
             self.metrics.redispatches.labels(code=course.failure.code).inc()
         handoff_id = ids.handoff_id(job.request_id, course.attempt)
-        return Attempt(job=job, remainder=asked, number=course.attempt, handoff_id=handoff_id, route=route)
+        return Attempt(
+            job=job,
+            remainder=asked,
+            number=course.attempt,
+            handoff_id=handoff_id,
+            route=route,
+            previous_error=None if course.failure is None else course.failure.info,
+        )
 
     async def _serve(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from contracts import events, handoff, leases, links, pull, requests, routers, show, workers
+from contracts import errors, events, handoff, leases, links, pull, requests, routers, show, workers
 from contracts.codec import Versioned
 from contracts.manifest import (
     Namespace,
@@ -51,6 +51,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         timeout_ms=60000,
         num_delivered_tokens=3,
         router_incarnation="i0r",
+        previous_error=errors.ErrorInfo(code=errors.ErrorCode.PREEMPTED, message="it gave way"),
     ),
     requests.CancelRequest(
         handoff_id="r1-0", reason="a stop string was met", num_tokens=7, finish_reason=requests.FinishReason.STOP

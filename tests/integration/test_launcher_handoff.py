@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.bus.memory import MemoryServer
-from contracts.errors import InvalidValueError
+from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError
 from contracts.handoff import PullHandoff, RunPrefill
 from contracts.manifest import Role
 from contracts.pull import Transfer
@@ -82,6 +82,20 @@ def test_every_attempt_of_a_request_is_shown() -> None:
         assert first.startswith("handoff r1-0: cancelled: cancelled: r1-1 has taken its place")
         assert second.startswith("handoff r1-1: ")
         assert "  memory     given back everywhere" in first.splitlines()
+
+    in_world(scenario)
+
+
+def test_an_attempt_that_another_one_follows_ends_with_its_error() -> None:
+    """The router knows why it tries again: the one before has not been cancelled, it failed."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        await world.submit()
+        gave_way = ErrorInfo(code=ErrorCode.PREEMPTED, message="it gave way")
+        await world.submit(handoff_id="r1-1", attempt=1, previous_error=gave_way)
+        await world.until(lambda: world.broker.num_in_flight == 1)
+        _, text, _ = await shower(world)("r1-0")
+        assert text.startswith("handoff r1-0: failed: preempted: it gave way")
 
     in_world(scenario)
 

@@ -178,12 +178,13 @@ class WorkerEnded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CancelRequested(msgspec.Struct, frozen=True, kw_only=True):
-    """Nobody waits for the request any more; with a `finish_reason` because the router has all of it."""
+    """Nobody waits for the request any more: with a `finish_reason` because the router has all of it, with an `error` because it failed."""
 
     at_ns: int
     reason: str
     num_tokens: int = 0
     finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
 
 
 class DeadlinePassed(msgspec.Struct, frozen=True, kw_only=True):

@@ -292,8 +292,9 @@ def cancel(turn: Turn, event: CancelRequested) -> None:
     if event.finish_reason is not None and decoding:
         turn.judge(Verdict(state=HandoffState.FINISHED, finish_reason=event.finish_reason, num_tokens=event.num_tokens))
         return
-    error = ErrorInfo(code=ErrorCode.CANCELLED, message=event.reason)
-    turn.judge(Verdict(state=HandoffState.CANCELLED, error=error, num_tokens=event.num_tokens))
+    state = HandoffState.CANCELLED if event.error is None else HandoffState.FAILED
+    error = event.error or ErrorInfo(code=ErrorCode.CANCELLED, message=event.reason)
+    turn.judge(Verdict(state=state, error=error, num_tokens=event.num_tokens))
 
 
 def expire(turn: Turn) -> None:
