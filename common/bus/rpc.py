@@ -26,6 +26,7 @@ Handler = Callable[[bytes], Awaitable[msgspec.Struct]]
 MAX_HANDLERS: Final = 1024
 NO_HANDOFF: Final = "unknown"
 _OK: Final = "ok"
+_UNANSWERED: Final = "unanswered"
 
 
 class RefusedError(PdmeshError):
@@ -34,6 +35,12 @@ class RefusedError(PdmeshError):
     def __init__(self, handoff_id: str, code: ErrorCode, message: str) -> None:
         super().__init__(message, code=code)
         self.handoff_id = handoff_id
+
+
+class UnansweredError(PdmeshError):
+    """Raised by a handler whose word counts no more: whoever asked hears nothing, asks again, and reaches who has the say."""
+
+    code = ErrorCode.STALE_FENCE
 
 
 class RpcEdge:
@@ -50,7 +57,7 @@ class RpcEdge:
         if metrics is not None:
             seconds = metrics.histogram(
                 "rpc_handled_seconds",
-                "Handling a request from the bus; the code is ok, or that of the refusal.",
+                "Handling a request from the bus; the code is ok, or that of the refusal, or unanswered.",
                 ("verb", "code"),
                 buckets=PHASE_BUCKETS,
             )
@@ -85,13 +92,16 @@ class RpcEdge:
         began = loop.time()
         answer = await self._answer(message, handler)
         if self._seconds is not None:
-            code = str(answer.error.code) if isinstance(answer, Refused) else _OK
-            self._seconds(subjects.verb_of(message.subject), code).observe(loop.time() - began)
-        await self._respond(message, answer)
+            self._seconds(subjects.verb_of(message.subject), _code(answer)).observe(loop.time() - began)
+        if answer is not None:
+            await self._respond(message, answer)
 
-    async def _answer(self, message: Message, handler: Handler) -> msgspec.Struct:
+    async def _answer(self, message: Message, handler: Handler) -> msgspec.Struct | None:
         try:
             return await handler(message.data)
+        except UnansweredError as error:
+            self._log.info("request_unanswered", subject=message.subject, reason=error.message)
+            return None
         except RefusedError as error:
             return Refused(handoff_id=error.handoff_id, error=error.info)
         except PdmeshError as error:
@@ -113,6 +123,12 @@ class RpcEdge:
 
     def _failed(self, name: str, error: Exception) -> None:
         self._log.error("task_failed", task=name, error=repr(error), exc_info=error)
+
+
+def _code(answer: msgspec.Struct | None) -> str:
+    if answer is None:
+        return _UNANSWERED
+    return str(answer.error.code) if isinstance(answer, Refused) else _OK
 
 
 def _refusal(code: ErrorCode, message: str) -> Refused:

@@ -9,7 +9,7 @@ from typing import Final
 
 from common.bus.handoff_events import HandoffEvents
 from common.bus.port import Bus
-from common.bus.rpc import RefusedError
+from common.bus.rpc import RefusedError, UnansweredError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
@@ -215,8 +215,8 @@ class Broker:
         return self._keep(handoff, effects, deadline, trace, previous_error=submit.previous_error)
 
     async def cancel(self, message: CancelRequest) -> Accepted:
-        """Nobody waits any more. Raises `RefusedError` for an unknown handoff."""
-        live = self._known(message.handoff_id)
+        """Nobody waits any more: accepted once the record says so. Raises as `take` does."""
+        live = self._here(message.handoff_id)
         live.tell(
             CancelRequested(
                 at_ns=self._clock.monotonic_ns(),
@@ -225,7 +225,8 @@ class Broker:
                 finish_reason=message.finish_reason,
             )
         )
-        return Accepted(handoff_id=message.handoff_id)
+        await live.wait_written()
+        return self._accepted(live)
 
     def end_of(self, handoff_id: str) -> TokenFrame | None:
         """The end of a handoff that is over, for a router that missed it; None while it is not. Raises `RefusedError` for an unknown one."""
@@ -247,9 +248,10 @@ class Broker:
     async def take(self, message: PrefillFinished | PullEnded | TakenOver | RequestEnded) -> Accepted:
         """Take a worker's report over. Raises `RefusedError` for an unknown handoff, or for one of another start.
 
-        A takeover and an end are accepted once the record says so: no worker tells another broker of them again.
+        A takeover and an end are accepted once the record says so: no worker tells another broker of them again. Raises
+        `UnansweredError` when another broker goes on with the handoff: it is the one to be told.
         """
-        live = self._known(message.handoff_id)
+        live = self._here(message.handoff_id)
         error = refusal(live.handoff, message)
         if error is not None:
             raise RefusedError(message.handoff_id, error.code, error.message)
@@ -265,7 +267,7 @@ class Broker:
             case RequestEnded():
                 live.tell(WorkerEnded(at_ns=now_ns, message=message))
                 await live.wait_written()
-        return Accepted(handoff_id=message.handoff_id)
+        return self._accepted(live)
 
     def parts_reported(self, report: PartsReport) -> None:
         """Take a report of parts. One for an unknown handoff is late, and says nothing."""
@@ -447,3 +449,15 @@ class Broker:
         if live is None:
             raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} is not known here")
         return live
+
+    def _here(self, handoff_id: str) -> Live:
+        live = self._known(handoff_id)
+        self._accepted(live)
+        return live
+
+    def _accepted(self, live: Live) -> Accepted:
+        """What was told counts, unless another broker has taken the handoff over, now or before."""
+        handoff = live.handoff
+        if handoff.is_elsewhere:
+            raise UnansweredError(f"another broker goes on with {handoff.handoff_id}")
+        return Accepted(handoff_id=handoff.handoff_id)

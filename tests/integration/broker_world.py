@@ -97,8 +97,8 @@ class World:
         if with_broker:
             await self.start_broker(**settings)
 
-    async def start_broker(self, **settings: Any) -> None:
-        """Start a broker, or another one."""
+    async def start_broker(self, *, fence: int = 1, **settings: Any) -> None:
+        """Start a broker, or another one, maybe of a later term."""
         self.metrics = Metrics()
         self.broker, self.edges = await open_broker(
             BrokerSettings(**settings),
@@ -107,6 +107,7 @@ class World:
             log=structlog.get_logger(),
             metrics=self.metrics,
             group=self.group,
+            fence=fence,
             offload=inline,
         )
 

@@ -94,6 +94,11 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
         return self.record.state.terminal
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether another broker goes on with it: what is told here changes nothing."""
+        return self.forgotten and not self.terminal
+
+    @property
     def workers(self) -> dict[WorkerRole, WorkerRef]:
         """The workers of its route, by role."""
         match self.record.route:

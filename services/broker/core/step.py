@@ -91,7 +91,7 @@ def step(handoff: Handoff, event: Event) -> Outcome:
     An event that says nothing new changes nothing and asks for nothing, except that a late acceptance of an ended handoff is
     answered by another release.
     """
-    if handoff.forgotten and not handoff.terminal:  # it made way for what another broker wrote
+    if handoff.is_elsewhere:  # it made way for what another broker wrote
         return handoff, ()
     turn = Turn(handoff, event.at_ns)
     match event:
