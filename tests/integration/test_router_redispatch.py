@@ -86,6 +86,9 @@ async def test_an_answer_goes_on_behind_what_was_delivered(tmp_path: Path, cut: 
         assert (second.attempt, second.handoff_id) == (1, f"{first.request_id}-1")
         left = {"max_tokens": 100 - cut, "min_tokens": max(0, 7 - cut)}
         assert second.sampling == msgspec.structs.replace(first.sampling, **left)
+        assert first.previous_error is None
+        assert second.previous_error is not None
+        assert second.previous_error.code is ErrorCode.WORKER_LOST
 
 
 async def test_tokens_that_the_prompts_cache_had_are_those_of_the_clients_prompt(tmp_path: Path) -> None:
