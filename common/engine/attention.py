@@ -66,9 +66,7 @@ def _attend_tile(
     batch, kv_heads, _, dim = rows.shape
     # A head of a block is one contiguous run, so blocks are gathered straight into [batch, kv_heads, keys, dim].
     gathered = [
-        cache.view(-1, cache.shape[2] * dim)
-        .index_select(0, tile.rows)
-        .view(batch, kv_heads, -1, dim)[:, :, : tile.num_keys]
+        _rows(cache.view(-1, cache.shape[2] * dim), tile).view(batch, kv_heads, -1, dim)[:, :, : tile.num_keys]
         for cache in (key_cache, value_cache)
     ]
     if tile.foreign is not None:
@@ -78,3 +76,10 @@ def _attend_tile(
     output, lse = device.attend(rows, gathered[0], gathered[1], tile.mask, dim**-0.5)
     partial = Partial(output, natural(lse))
     return partial if tile.empty is None else partial.cleared(tile.empty)
+
+
+def _rows(blocks: torch.Tensor, tile: KeyTile) -> torch.Tensor:
+    """The tile's rows of `blocks [num_blocks * kv_heads, block_size * head_dim]`: a view where they lie side by side."""
+    if tile.run is None:
+        return blocks.index_select(0, tile.rows)
+    return blocks.narrow(0, tile.run, len(tile.rows))

@@ -42,7 +42,8 @@ class KeyTile:
     `rows` `[B * kv_heads * blocks]` index a cache seen as `[num_blocks * kv_heads, block_size * head_dim]`; of the keys that
     they bring, the first `num_keys` count. `mask` is None (all rows see all keys) or additive fp32 `[B, 1, R, num_keys]`.
     `empty` marks the rows, `[B, 1, R]`, that see no key of the tile; `foreign` marks the keys, `[B, 1, num_keys, 1]`, that no row
-    of their sequence sees: memory that may hold anything. Both are None when there are none.
+    of their sequence sees: memory that may hold anything. Both are None when there are none. `run` is the first of `rows` if they
+    follow each other and all keys may be seen: then they can be read where they lie.
     """
 
     rows: torch.Tensor
@@ -50,6 +51,7 @@ class KeyTile:
     mask: torch.Tensor | None
     empty: torch.Tensor | None
     foreign: torch.Tensor | None
+    run: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,4 +177,12 @@ class AttentionGeometry:
             furthest = torch.from_numpy(visible.max(1) - start)
             if low or int(furthest.min()) < num_keys:
                 foreign = ((keys >= furthest[:, None]) | (keys < low))[:, None, :, None]
-        return KeyTile(rows=torch.from_numpy(rows), num_keys=num_keys, mask=mask, empty=empty, foreign=foreign)
+        follows = foreign is None and len(table) == 1 and bool((np.diff(rows) == 1).all())
+        return KeyTile(
+            rows=torch.from_numpy(rows),
+            num_keys=num_keys,
+            mask=mask,
+            empty=empty,
+            foreign=foreign,
+            run=int(rows[0]) if follows else None,
+        )
