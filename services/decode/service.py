@@ -194,9 +194,14 @@ class DecodeService(GeneratingService):
 
     def _why_no_room(self, num_tokens: int) -> str:
         pools = [replica.pool for replica in self.replicas]
-        free = ", ".join(f"{pool.num_free_blocks} and {pool.num_free_slots}" for pool in pools)
+        free = ", ".join(f"{pool.num_free_blocks - pool.num_kept_blocks} and {pool.num_free_places}" for pool in pools)
+        places = "slots with a staging row" if any(pool.num_staging_rows for pool in pools) else "slots"
         share = " in each replica" if len(pools) > 1 else ""
-        return f"{num_tokens} tokens do not fit now: block ids of {self.info.block_tokens} tokens and slots free{share}: {free}"
+        kept = sum(pool.num_kept_blocks for pool in pools)
+        growth = f", with {kept} more kept for answers that grow" if kept else ""
+        line = f"; {len(self.replicas.line)} more wait in line" if self.replicas.line else ""
+        ids = f"block ids of {self.info.block_tokens} tokens"
+        return f"{num_tokens} tokens do not fit now: {ids} and {places} free{share}: {free}{growth}{line}"
 
     def _reserved(self, handoff_id: str, began_ns: int) -> Reserved:
         sequence = self.table.get(handoff_id)

@@ -11,6 +11,7 @@ from contracts.errors import ErrorCode
 from contracts.handoff import Reserved
 from contracts.requests import CancelWork, Refused
 from services.decode.service import DecodeService
+from tests.integration.pulling_pair import pulling_pair
 from tests.integration.worker_world import Mesh, in_mesh, request_of
 
 A, B, C, D = "ra-0", "rb-0", "rc-0", "rd-0"
@@ -91,6 +92,27 @@ def test_a_wait_without_an_end_is_refused_and_leaves_nothing() -> None:
         for handoff in (A, B):
             await mesh.release("decode", "decode-0", handoff)
         mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_a_refusal_names_what_there_was_not() -> None:
+    """Staging rows beside slots, blocks without those that are kept for answers that grow, and how many others wait."""
+
+    async def scenario(mesh: Mesh) -> None:
+        changes = {"num_staging_rows": 1, "num_slots": 4, "reserve_output_tokens": 1, "reserve_wait_s": 2.0}
+        service = await pulling_pair(mesh, **changes)
+        assert isinstance(await mesh.reserve(handoff=A), Reserved)
+        num_free = service.replicas[0].pool.num_free_blocks
+        first = ask(mesh, B)
+        await mesh.clock.sleep(1.0)
+        second = ask(mesh, C)
+        for task, line in ((first, "; 1 more wait in line"), (second, "")):
+            answer = await task
+            assert isinstance(answer, Refused)
+            free = f"slots with a staging row free: {num_free - 1} and 0, with 1 more kept for answers that grow"
+            assert answer.error.message.endswith(free + line)
+        await mesh.release("decode", "decode-0", A)
 
     in_mesh(scenario)
 
