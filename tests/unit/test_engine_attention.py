@@ -104,3 +104,27 @@ def test_equal_lengths_need_no_mask() -> None:
     views = [SequenceView(block_ids=b, start=6, num_tokens=1) for b in world.blocks]
     (group,) = world.geometry().build(views).groups
     assert [tile.mask for tile in group.tiles] == [None]
+
+
+@pytest.mark.parametrize("length", [BLOCK * 6, BLOCK * 6 - 1, 3])
+def test_blocks_side_by_side_are_read_in_place(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one KV head and adjacent blocks a tile is a view; what lies behind the end is not seen, and nothing is changed."""
+    monkeypatch.setattr(attention_metadata, "KEY_TILE", BLOCK * 2)
+    g = torch.Generator().manual_seed(2)
+    caches = [torch.randn(12, 1, BLOCK, DIM, generator=g) for _ in range(2)]
+    for cache in caches:
+        cache.view(-1, DIM)[BLOCK * 3 + length :] = torch.nan
+    query = torch.randn(1, HEADS, DIM, generator=g)
+    before = [cache.clone() for cache in caches]
+    geometry = AttentionGeometry(num_query_heads=HEADS, num_kv_heads=1, block_size=BLOCK)
+    metadata = geometry.build([SequenceView(block_ids=range(3, 9), start=length - 1, num_tokens=1)])
+    runs = [tile.run for tile in metadata.groups[0].tiles]
+    assert runs == {BLOCK * 6: [3, 5, 7], BLOCK * 6 - 1: [3, 5, 7], 3: [3]}[length]
+    output, lse = paged_attention(query, caches[0], caches[1], metadata, CpuDevice())
+    keys, values = (cache.view(-1, DIM)[BLOCK * 3 : BLOCK * 3 + length].double() for cache in caches)
+    scores = query[0].double() @ keys.mT / DIM**0.5
+    assert torch.allclose(output[0].double(), scores.softmax(-1) @ values, atol=1e-5)
+    assert torch.allclose(lse.values[0].double(), scores.logsumexp(-1), atol=1e-5)
+    assert all(torch.equal(now.nan_to_num(), then.nan_to_num()) for now, then in zip(caches, before, strict=True))
+    moved = geometry.build([SequenceView(block_ids=(3, 5, 4, 6, 7, 8), start=length - 1, num_tokens=1)])
+    assert length == 3 or [tile.run for tile in moved.groups[0].tiles][:2] == [None, None]
