@@ -9,6 +9,18 @@ from common.runtime.clock import Deadline
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
+def obey_cancel() -> None:
+    """End the task that calls this if it was asked to end, by raising CancelledError.
+
+    Whoever takes the errors of a task group and goes on calls this in between: a group that fails while its own task is
+    cancelled raises its errors and says nothing of the cancel. The body of the group has to wait until the group fails: before
+    Python 3.13 one that fails after its body's end cancels its own task, and does not take that back.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 class BoundedTasks:
     """Runs at most `limit` tasks in the group of the process.
 

@@ -15,6 +15,7 @@ from common.bus.lease import Lease
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
+from common.runtime.tasks import obey_cancel
 from services.broker.service import Broker
 
 _PAUSE_S: Final = 0.5
@@ -67,6 +68,7 @@ class Leadership:
                     group.create_task(self._keep(lease), name="lease")
                     self.broker = await self._open_term(group, term.fence, lease)
                     self._settled.set()
+                    await asyncio.Event().wait()  # see `obey_cancel`: the term ends by a failure or a cancel
             except* _TermOver:
                 self._log.error("leadership_lost", fence=term.fence)
             except* (BusUnavailable, BusTimeout) as errors:  # the term could not be opened: let others try, then again
@@ -75,6 +77,7 @@ class Leadership:
             finally:
                 self.broker = None
                 self._over.set()
+            obey_cancel()
             await self._clock.sleep(_PAUSE_S)
 
     async def wait_settled(self) -> None:
