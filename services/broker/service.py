@@ -48,7 +48,7 @@ from services.broker.core.events import (
 )
 from services.broker.core.handoff import Handoff, Policy, refusal, same_identity
 from services.broker.core.step import adopt, begin, step
-from services.broker.core.submission import check_submit
+from services.broker.core.submission import check_submit, workers_on
 from services.broker.core.view import view, view_of_record
 from services.broker.live import Live, LiveHandoffs, Outcomes
 from services.broker.observer import Observer
@@ -252,6 +252,9 @@ class Broker:
         `UnansweredError` when another broker goes on with the handoff: it is the one to be told.
         """
         live = self._here(message.handoff_id)
+        if live.handoff.is_claiming:  # what the bucket answers may be what this message speaks of
+            await live.wait_written()
+            self._accepted(live)
         error = refusal(live.handoff, message)
         if error is not None:
             raise RefusedError(message.handoff_id, error.code, error.message)
@@ -312,7 +315,11 @@ class Broker:
         trace = next_hop(read_trace({TRACEPARENT: record.traceparent}))
         with within(trace):
             self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
-        return self._keep(handoff, effects, deadline, trace)
+        live = self._keep(handoff, effects, deadline, trace)
+        if not record.state.terminal:
+            for worker in workers_on(record.route):
+                self.workers.expect(worker)  # one that died before this broker listened will never be heard of
+        return live
 
     def _take_stray(self, record: HandoffRecord, revision: int) -> None:
         """End what nobody goes on with: whoever asked for it was refused, or has asked again."""

@@ -208,6 +208,8 @@ def store(world: World, effect: fx.StoreRecord, *, outages: bool) -> Iterator[Wo
         yield msgspec.structs.replace(world, pending=world.pending | {lost})
         return
     assert world.key is None or world.key[0].fence <= effect.record.fence, "wrote over a later term"
+    before = {HandoffState.RESERVING, HandoffState.PREFILLING}
+    assert world.key is None or world.key[0].state in before or effect.record.state not in before, "took hands back"
     revision = world.revision + 1
     outcomes: frozenset[ev.Event] = frozenset({ev.RecordStored(at_ns=0, write=effect.write, revision=revision)})
     if outages:
@@ -271,11 +273,16 @@ _OUTLIVE_A_BROKER = (ev.PartsReported, ev.PrefillEnded, ev.PullOver, ev.DecodeTo
 
 
 def crash(world: World, offer: Offer, always: tuple[ev.Event, ...]) -> Iterator[World]:
-    """The broker dies, and another one goes on from the bucket, whether or not the write under way has arrived."""
-    keys = {world.key} | ({world.older} if world.handoff.writing is not None else set())
-    for key in keys - {None}:
-        assert key is not None
-        event = ev.Adopted(at_ns=0, record=key[0], revision=key[1], deadline_ns=1_000_000_000, begun_ns=0)
+    """The broker dies, and another one goes on from the bucket: the write under way has arrived or not; a commit also right after."""
+    keys = {(world.key, world.key)}
+    if world.handoff.writing is not None:
+        keys.add((world.older, world.older))
+        if world.key is not None and world.key[0].state is HandoffState.COMMITTED:
+            keys.add((world.older, world.key))
+    for read, key in keys:
+        if read is None or key is None:
+            continue
+        event = ev.Adopted(at_ns=0, record=read[0], revision=read[1], deadline_ns=1_000_000_000, begun_ns=0)
         handoff, effects = adopt(event, Policy(fence=2))
         after = World(
             handoff=handoff,

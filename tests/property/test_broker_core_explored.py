@@ -127,6 +127,13 @@ def test_every_order_around_a_crash_of_the_broker() -> None:
     assert {before for before, _ in found.ends_after_crash} >= CRASHES
 
 
+def test_the_explorer_sees_an_adoption_that_takes_the_commit_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: the next broker writes what it had read over the commit that came right after: goes red."""
+    monkeypatch.setattr(writes, "_has_changed_hands", lambda _turn, _found: False)
+    with pytest.raises(AssertionError, match="took hands back"):
+        explore(start(unasked, ()), unasked, crashes=anywhere, limit=40_000)
+
+
 def test_every_order_around_a_crash_behind_the_commit() -> None:
     """Decode may be through with a request when the next broker asks it to begin: no answer that is whole is called cancelled."""
     found = explore(start(through, ()), through, crashes=committed, limit=40_000)

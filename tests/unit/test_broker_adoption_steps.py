@@ -269,3 +269,26 @@ def test_a_grant_type_is_what_decode_gave() -> None:
     handoff, effects = reserved(handoff, grant=WITH_SECRET)
     assert len(of(effects, fx.AskRun)) == 1
     assert not any(SECRET.encode() in msgspec.msgpack.encode(effect) for effect in of(effects, fx.StoreRecord))
+
+
+@pytest.mark.parametrize("state", [HandoffState.COMMITTED, HandoffState.DECODING])
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_commit_that_came_after_the_record_was_read_is_obeyed(state: HandoffState, *, asked: bool) -> None:
+    """The broker before was slow, not gone: decode has the request, and no refusal of an older question takes it away."""
+    handoff, _ = adopted(HandoffState.PREFILLING)
+    if asked:
+        handoff, _ = asked_again(handoff)
+    assert handoff.is_claiming
+    found = record(state)
+    conflict = ev.RecordConflict(at_ns=4 * SECOND, write=handoff.num_writes, found=found, revision=9)
+    handoff, effects = step(handoff, conflict)
+    (store,) = of(effects, fx.StoreRecord)
+    assert (store.last, store.record.state, store.record.fence) == (9, state, 4)
+    assert len(of(effects, fx.AskCommit)) == (1 if state is HandoffState.COMMITTED else 0)
+    gone = ErrorInfo(code=ErrorCode.WORKER_LOST, message="gone")
+    for ask in (ev.Ask.PLAN, ev.Ask.RESERVE, ev.Ask.RUN):
+        handoff, _ = step(handoff, ev.AskRefused(at_ns=4 * SECOND, ask=ask, error=gone))
+    handoff, _ = stored(handoff)
+    over = TakenOver(handoff_id="r1-0", incarnation="id", prepare_ms=0, enqueue_ms=0, total_ms=0, first_step_ns=0)
+    handoff, _ = step(handoff, ev.DecodeTookOver(at_ns=5 * SECOND, message=over))
+    assert (handoff.verdict, handoff.state) == (None, HandoffState.DECODING)

@@ -10,7 +10,7 @@ import msgspec
 
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
-from contracts.handoff import HandoffState, Reserved
+from contracts.handoff import HandoffRecord, HandoffState, Reserved
 from contracts.requests import MixedRoute
 from contracts.workers import WorkerRole
 from services.broker.core import messages
@@ -50,14 +50,28 @@ def adopted(event: Adopted, policy: Policy) -> Turn:
                 turn.ask_run(WorkerRole.MIXED)
             else:
                 turn.effects.append(AskPlan(route=record.route))
-        case HandoffState.COMMITTED if record.verify:
+        case _:
+            _behind_the_commit(turn)
+    return turn
+
+
+def obey(turn: Turn, found: HandoffRecord, revision: int) -> None:
+    """The broker before was not quite gone: it committed after its record was read. Go on from what it wrote last."""
+    record = msgspec.structs.replace(found, fence=turn.handoff.policy.fence)
+    turn.set(record=record, stored=found, revision=revision, writing=None, ledger=None, finished=None)
+    if turn.open:
+        _behind_the_commit(turn)
+
+
+def _behind_the_commit(turn: Turn) -> None:
+    match turn.state:
+        case HandoffState.COMMITTED if turn.handoff.record.verify:
             turn.set(commit_asked=True, digests_awaited=True)
             turn.ask_parts(WorkerRole.PREFILL)
         case HandoffState.COMMITTED:
             turn.ask_commit()
         case _:
             turn.set(run_accepted=True, commit_asked=True, commit_accepted=True, taken_over=True)
-    return turn
 
 
 def plan_found(turn: Turn, event: PlanFound) -> None:

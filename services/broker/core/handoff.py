@@ -99,6 +99,12 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
         return self.forgotten and not self.terminal
 
     @property
+    def is_claiming(self) -> bool:
+        """Whether the bucket may still hold more of another broker, which began it, than was found: it has not taken this term yet."""
+        unclaimed = self.adopted and self.stored is not None and self.stored.fence < self.policy.fence
+        return unclaimed and self.writing is not None
+
+    @property
     def workers(self) -> dict[WorkerRole, WorkerRef]:
         """The workers of its route, by role."""
         match self.record.route:

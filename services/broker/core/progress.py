@@ -228,7 +228,11 @@ def decode_took_over(turn: Turn, message: TakenOver) -> None:
 def refused(turn: Turn, ask: Ask, error: ErrorInfo) -> None:
     """A worker refused, or did not answer in all of its time. Later signs of life count more."""
     handoff = turn.handoff
-    if not turn.open:
+    if not turn.open or (
+        ask is not Ask.COMMIT
+        and turn.state in {HandoffState.COMMITTED, HandoffState.DECODING}
+        and turn.handoff.commit_asked
+    ):
         return
     match ask:
         case Ask.RESERVE:

@@ -9,7 +9,7 @@ from contracts.handoff import (
     HandoffRecord,
     HandoffState,
 )
-from services.broker.core import messages
+from services.broker.core import adoption, messages
 from services.broker.core.effects import (
     AnswerSubmit,
     Forget,
@@ -86,6 +86,9 @@ def conflicted(turn: Turn, write: int, found: HandoffRecord | None, revision: in
     if found is not None and found.fence > handoff.policy.fence:
         _make_way(turn, found, revision)
         return
+    if found is not None and handoff.is_claiming and not handoff.terminal and _has_changed_hands(turn, found):
+        adoption.obey(turn, found, revision)
+        return
     turn.set(stored=found, revision=revision, writing=None)
 
 
@@ -114,6 +117,11 @@ def _yield_to(turn: Turn, found: HandoffRecord) -> None:
         turn.effects.append(AnswerSubmit(error=error))
     turn.set(writing=None, record=found, submit_answered=True, router_answered=True, forgotten=True)
     turn.effects.append(Forget())
+
+
+def _has_changed_hands(turn: Turn, found: HandoffRecord) -> bool:
+    before = {HandoffState.RESERVING, HandoffState.PREFILLING}
+    return turn.state in before and found.state not in before
 
 
 def _make_way(turn: Turn, found: HandoffRecord, revision: int) -> None:
