@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from common.bus.memory import MemoryServer
+from common.bus.storage import WORKER_TTL_S
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode
@@ -297,5 +298,30 @@ def test_what_a_worker_was_thanked_for_outlives_the_broker(told: str) -> None:
         assert entry is not None
         expected = HandoffState.DECODING if told == "takeover" else HandoffState.FINISHED
         assert decode(entry.value, HandoffRecord).state is expected
+
+    in_world(scenario)
+
+
+def test_a_worker_that_died_while_nobody_led_is_missed() -> None:
+    """Its record has gone before the next broker listens, which never hears of it: what it decoded fails, and not at the deadline."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        assert await world.submit() == OK
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        await world.publish_parts()
+        assert await world.finish_prefill() == OK
+        await world.until(lambda: bool(world.decode.of(CommitHandoff)))
+        assert await world.take_over() == OK
+        await world.stop_broker()
+        del world.decode.scripts["alive"]
+        await world.clock.sleep(2 * WORKER_TTL_S)
+        await world.start_broker()
+        began = world.clock.monotonic()
+        await world.until(lambda: world.broker.num_in_flight == 0)
+        assert world.clock.monotonic() - began < 2 * WORKER_TTL_S
+        record = await world.record()
+        assert record.state is HandoffState.FAILED
+        assert record.error is not None
+        assert record.error.code is ErrorCode.WORKER_LOST
 
     in_world(scenario)

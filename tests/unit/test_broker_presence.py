@@ -52,3 +52,34 @@ def test_silence_of_a_worker_is_noticed_in_time() -> None:
         assert gone == [WORKER]
 
     run_virtual(scenario)
+
+
+def test_a_worker_that_an_earlier_broker_knew_is_missed_if_it_is_never_heard() -> None:
+    """Silence, another start and a farewell each tell that it is gone, once; a sign of life tells that it is not."""
+
+    async def scenario(clock: VirtualClock) -> None:
+        gone: list[WorkerRef] = []
+        presence = Presence(MemoryServer(clock).connect(), clock, structlog.get_logger(), on_gone=gone.append)
+        alive, silent, replaced, left, late = (
+            WorkerRef(worker_id=f"decode-{number}", incarnation="i1") for number in range(1, 6)
+        )
+        for worker in (alive, silent, replaced, left):
+            presence.expect(worker)
+        presence.heard(alive)
+        presence.heard(WorkerRef(worker_id=replaced.worker_id, incarnation="i2"))
+        assert gone == [replaced]
+        presence.left(left.worker_id)
+        assert gone == [replaced, left]
+        presence.heard(WorkerRef(worker_id=late.worker_id, incarnation="i2"))
+        for _ in range(2):
+            presence.expect(late)
+        assert gone == [replaced, left, late]
+        await _judge_for(presence, clock, WORKER_TTL_S - 2 * _SWEEP_S)
+        presence.heard(alive)
+        assert gone == [replaced, left, late]
+        await _judge_for(presence, clock, 4 * _SWEEP_S)
+        assert silent in gone
+        assert alive not in gone
+        assert all(presence.is_gone(worker) for worker in (silent, replaced, left, late))
+
+    run_virtual(scenario)

@@ -31,7 +31,7 @@ class Leases:
         self._gone.pop(worker, None)
         if before is None or before == worker.incarnation:
             return None
-        return self._bury(WorkerRef(worker_id=worker.worker_id, incarnation=before))
+        return self.bury(WorkerRef(worker_id=worker.worker_id, incarnation=before))
 
     def signed_off(self, worker_id: str) -> WorkerRef | None:
         """Note that a worker has left. Returns the start that is gone; None for one that was not known."""
@@ -39,7 +39,7 @@ class Leases:
         incarnation = self._incarnations.pop(worker_id, None)
         if incarnation is None:
             return None
-        return self._bury(WorkerRef(worker_id=worker_id, incarnation=incarnation))
+        return self.bury(WorkerRef(worker_id=worker_id, incarnation=incarnation))
 
     def outage_until(self, now: float) -> None:
         """Note that nothing could be heard until now."""
@@ -53,6 +53,10 @@ class Leases:
         gone = (self.signed_off(worker_id) for worker_id in silent)
         return tuple(worker for worker in gone if worker is not None)
 
+    def is_known(self, worker: WorkerRef) -> bool:
+        """Whether this start was heard of last, and has not fallen silent."""
+        return self._incarnations.get(worker.worker_id) == worker.incarnation
+
     def is_replaced(self, worker: WorkerRef) -> bool:
         """Whether another start of this worker is alive."""
         return self._incarnations.get(worker.worker_id, worker.incarnation) != worker.incarnation
@@ -61,7 +65,8 @@ class Leases:
         """Whether this start was found to be gone, and was not heard of since."""
         return worker in self._gone
 
-    def _bury(self, worker: WorkerRef) -> WorkerRef:
+    def bury(self, worker: WorkerRef) -> WorkerRef:
+        """Note that a start is gone, and return it."""
         self._gone[worker] = None
         while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from contracts import ids
 from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
-from contracts.requests import DisaggregatedRoute, MixedRoute, SubmitRequest, WorkerRef
+from contracts.requests import DisaggregatedRoute, MixedRoute, Route, SubmitRequest, WorkerRef
 
 
 def check_submit(submit: SubmitRequest, is_replaced: Callable[[WorkerRef], bool]) -> None:
     """Raise `PdmeshError` that names the field at fault; `incarnation_changed` for a start of a worker that was replaced."""
     ids.check_token("router_id", submit.router_id)
-    for worker in _workers_of(submit):
+    for worker in workers_on(submit.route):
         ids.check_token("worker_id", worker.worker_id)
         if is_replaced(worker):
             text = f"incarnation: {worker.incarnation!r} of {worker.worker_id} is gone"
@@ -32,8 +32,9 @@ def check_submit(submit: SubmitRequest, is_replaced: Callable[[WorkerRef], bool]
         raise InvalidValueError(field="num_delivered_tokens", value=submit.num_delivered_tokens, rule=rule)
 
 
-def _workers_of(submit: SubmitRequest) -> tuple[WorkerRef, ...]:
-    match submit.route:
+def workers_on(route: Route) -> tuple[WorkerRef, ...]:
+    """The starts of workers that a route names, in the order in which it passes them."""
+    match route:
         case DisaggregatedRoute(prefill=prefill, decode=decode):
             return prefill, decode
         case MixedRoute(mixed=mixed):
