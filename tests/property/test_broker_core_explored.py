@@ -150,7 +150,7 @@ def test_every_order_around_a_crash_under_the_lock() -> None:
 @pytest.mark.long
 def test_every_order_around_a_crash_in_a_pull() -> None:
     """The same with a crash at every point of the handoff."""
-    found = explore(start(pulling, ()), pulling, crashes=anywhere, limit=40_000)
+    found = explore(start(pulling, ()), pulling, crashes=anywhere, limit=80_000)
     assert {(state, HandoffState.FINISHED) for state in CRASHES} <= found.ends_after_crash
 
 
