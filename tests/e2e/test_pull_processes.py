@@ -49,7 +49,7 @@ async def command(*words: str) -> tuple[int, str]:
     return process.returncode or 0, output.decode()
 
 
-@pytest.mark.parametrize(("transport", "pull"), [("shm", "states"), ("tcp", "all")])
+@pytest.mark.parametrize(("transport", "pull"), [pytest.param("shm", "states", marks=pytest.mark.long), ("tcp", "all")])
 async def test_a_mesh_that_pulls_gives_the_reference_tokens(tmp_path: Path, transport: str, pull: str) -> None:
     """P2/D1: half of the requests read their shards side by side, half one by one; events and the record of one say so."""
     workers = (("prefill", "tp=2"), ("decode", f"tp=1,transfer=pull,pull={pull}"))

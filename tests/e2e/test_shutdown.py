@@ -17,7 +17,7 @@ from tests.e2e.service_processes import Services, running_services
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LONG, SHORT = 400, 20
+LONG, SHORT = 200, 20
 """Tokens of the stream that is under way when the service is told to end, and of the one that the next life serves."""
 
 

