@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--transport", choices=("shm", "tcp"), default="shm")
+    parser.add_argument("--decode", default="tp=1", metavar="SPEC", help="both decode workers, such as tp=4,dcp=2")
     parser.add_argument("--mixed", action="store_true", help="a mixed worker beside the others")
     parser.add_argument("--strict", action="store_true", help="streams that have begun must go on")
     arguments = parser.parse_args()
@@ -30,6 +31,7 @@ def main() -> int:
         duration_s=arguments.minutes * 60,
         transport=arguments.transport,
         strict=arguments.strict,
+        workers=(("prefill", "tp=2"), ("decode", arguments.decode), ("decode", arguments.decode)),
     )
     if arguments.mixed:
         settings = msgspec.structs.replace(settings, workers=(*settings.workers, ("mixed", "tp=1")))
