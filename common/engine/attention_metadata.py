@@ -120,7 +120,7 @@ class AttentionGeometry:
         pairs = [(view, count) for view, count in zip(sequences, wanted, strict=True) if count]
         for (num_tokens, count), members in groupby(pairs, lambda pair: (pair[0].num_tokens, pair[1])):
             views = [view for view, _ in members]
-            batches = [views] if num_tokens <= MAX_BATCHED_TOKENS else [[view] for view in views]
+            batches = [views] if num_tokens <= min(MAX_BATCHED_TOKENS, QUERY_TILE) else [[view] for view in views]
             for batch in batches:
                 for skip in range(num_tokens - count, num_tokens, QUERY_TILE):
                     size = min(QUERY_TILE, num_tokens - skip)
