@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.runtime.trace import within
+from common.worker.core.scheduler import Produced
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
 from common.worker.service import WorkerService
@@ -23,11 +24,17 @@ class GeneratingService(WorkerService):
                 continue
             with within(sequence.trace):
                 await self.token_produced(sequence, outcome)
-                reason = sequence.finish_reason(produced.token_id, self.info.eos_token_ids)
-                if reason is None:
-                    await self.tokens.add(sequence, produced.token_id)
-                else:
-                    await self.finish(sequence, token=produced.token_id, finish_reason=reason)
+                await self._stream(sequence, produced)
+
+    async def _stream(self, sequence: Sequence, produced: Produced) -> None:
+        """Send tokens on, up to the one that ends the sequence: what was computed behind it is forgotten."""
+        for num_output_tokens, token in enumerate(produced.token_ids, produced.num_output_tokens + 1):
+            reason = sequence.finish_reason(token, num_output_tokens, self.info.eos_token_ids)
+            if reason is not None:
+                del sequence.output_ids[num_output_tokens:]
+                await self.finish(sequence, token=token, finish_reason=reason)
+                return
+            await self.tokens.add(sequence, token)
 
     async def token_produced(self, sequence: Sequence, outcome: StepOutcome) -> None:
         """Roles note here what they measure; called before the token is streamed."""

@@ -167,7 +167,7 @@ class PrefillService(WorkerService):
             prefill = None if sequence is None else self._prefills.get(sequence.handoff_id)
             if sequence is not None and prefill is not None:
                 with within(sequence.trace):
-                    await self._computed(sequence, prefill, produced.token_id, outcome.result.ended_ns)
+                    await self._computed(sequence, prefill, produced.token_ids[-1], outcome.result.ended_ns)
         for item in outcome.plan.items:
             sequence = self.table.by_seq(item.seq)
             prefill = None if sequence is None else self._prefills.get(sequence.handoff_id)
@@ -178,7 +178,7 @@ class PrefillService(WorkerService):
 
     async def _computed(self, sequence: Sequence, prefill: Prefill, token: int, ended_ns: int) -> None:
         self.replicas.of(sequence).scheduler.hold(sequence)
-        reason = sequence.finish_reason(token, self.info.eos_token_ids)
+        reason = sequence.finish_reason(token, len(sequence.output_ids), self.info.eos_token_ids)
         sequence.outcome = str(reason or _HANDED_OVER)
         deadline = self.deadline_of(sequence)
         prefill.computed_ns = ended_ns

@@ -268,7 +268,7 @@ class SmallPool:
     def _tell(self, sequence: Sequence, token: int) -> None:
         asked = self._asked[sequence.seq]
         asked.told.append(token)
-        if sequence.finish_reason(token, _NO_EOS) is not None:
+        if sequence.finish_reason(token, len(sequence.output_ids), _NO_EOS) is not None:
             asked.ended = True
             self._leave(sequence)
 
@@ -283,7 +283,7 @@ class SmallPool:
     async def stepped(self, outcome: StepOutcome) -> None:
         """See `StepObserver.stepped`."""
         for produced in outcome.produced:
-            self._tell(self._running(produced.seq), produced.token_id)
+            self._tell(self._running(produced.seq), produced.token_ids[0])
 
     async def preempted(self, sequence: Sequence) -> None:
         """See `StepObserver.preempted`. It is never the oldest of several, and it was worth letting it in."""

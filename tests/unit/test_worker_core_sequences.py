@@ -50,7 +50,10 @@ def test_each_sequence_of_a_step_gets_its_own_token_and_those_that_left_none() -
     plan = planned(scheduler)
     scheduler.hold(two)
     sampled = [SampledToken(seq=seq, position=4, token_id=50 + seq) for seq in (1, 2, 3)]
-    assert scheduler.apply(plan, sampled) == (Produced(seq=1, token_id=51), Produced(seq=3, token_id=53))
+    assert scheduler.apply(plan, sampled) == (
+        Produced(seq=1, token_ids=(51,), num_output_tokens=0),
+        Produced(seq=3, token_ids=(53,), num_output_tokens=0),
+    )
     assert (one.output_ids, two.output_ids, three.output_ids) == ([51], [], [53])
     assert (two.state, two.num_computed) == (SequenceState.HELD, 0)
     assert [(each.num_computed, each.pending_token, each.pending_is_sampled) for each in (one, three)] == [
@@ -84,4 +87,4 @@ def test_nobody_gives_memory_back_while_there_is_enough() -> None:
 def test_a_decoding_sequence_without_a_token_is_a_fault_with_a_name() -> None:
     """It would compute nothing for ever."""
     with pytest.raises(AssertionError, match=r"^a decoding sequence has a pending token$"):
-        _decode_item(sequence(1))
+        _decode_item(sequence(1, 0), 0)

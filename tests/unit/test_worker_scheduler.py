@@ -163,7 +163,7 @@ def test_finish_reasons() -> None:
     def reason(outputs: list[int], **sampling: object) -> FinishReason | None:
         sequence = _sequence(1, 1, max_tokens=3, **sampling)
         sequence.output_ids = outputs
-        return sequence.finish_reason(outputs[-1], eos)
+        return sequence.finish_reason(outputs[-1], len(outputs), eos)
 
     assert reason([5]) is None
     assert reason([0]) is FinishReason.STOP

@@ -22,20 +22,23 @@ from contracts.rank import Extension, SampledToken, StepItem, StepPlan
 class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one step: tokens in all, tokens of one prompt, and whether prompts and decoding share a step.
 
-    Without `chunked` a prompt is computed whole: in one step, of which only `max_step_tokens` bounds it.
+    Without `chunked` a prompt is computed whole: in one step, of which only `max_step_tokens` bounds it. Up to
+    `num_speculative_tokens` guesses of a decoding sequence are verified beside its token.
     """
 
     max_step_tokens: int
     prefill_chunk_tokens: int
     mix_batch: bool = True
     chunked: bool = True
+    num_speculative_tokens: int = 0
 
 
 class Produced(msgspec.Struct, frozen=True, kw_only=True):
-    """A token that a step gave a sequence."""
+    """What a step gave a sequence: tokens, in order. `num_output_tokens` it had before."""
 
     seq: int
-    token_id: int
+    token_ids: tuple[int, ...]
+    num_output_tokens: int
 
 
 class Scheduler:
@@ -177,8 +180,12 @@ class Scheduler:
         if decoding and prompts and not self._may_share(decoding, prompts[0]):
             decoding, prompts = (decoding, []) if self._decode_turn else ([], prompts)
             self._decode_turn = not self._decode_turn
-        items = [_decode_item(sequence) for sequence in decoding[: self._limits.max_step_tokens]]
-        budget = self._limits.max_step_tokens - len(items)
+        budget = self._limits.max_step_tokens
+        decoding = decoding[:budget]
+        items = []
+        for left, sequence in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
+            items.append(_decode_item(sequence, self._num_guesses(sequence, budget - left - 1)))
+            budget -= items[-1].num_tokens
         for sequence in prompts:
             size = self._size_of(sequence, budget)
             if size < 1:
@@ -203,7 +210,9 @@ class Scheduler:
     def apply(self, plan: StepPlan, tokens: Iterable[SampledToken]) -> tuple[Produced, ...]:
         """Record that a plan was computed; returns the tokens of sequences that still run, in the plan's order."""
         self._under_way.clear()
-        sampled = {token.seq: token.token_id for token in tokens}
+        sampled: dict[int, list[int]] = {}
+        for token in tokens:
+            sampled.setdefault(token.seq, []).append(token.token_id)
         produced: list[Produced] = []
         for item in plan.items:
             sequence = self._running.get(item.seq)
@@ -212,11 +221,15 @@ class Scheduler:
             sequence.num_computed = item.start + item.num_tokens
             sequence.pending_token = None
             if item.sample:
-                token = sampled[item.seq]
-                sequence.pending_token = token
+                found = sampled[item.seq]
+                if not item.token_ids:  # of the guesses only the right ones count: a token came behind each of them
+                    sequence.num_computed = item.start + len(found)
+                sequence.pending_token = found[-1]
                 sequence.pending_is_sampled = True
-                sequence.output_ids.append(token)
-                produced.append(Produced(seq=item.seq, token_id=token))
+                produced.append(
+                    Produced(seq=item.seq, token_ids=tuple(found), num_output_tokens=len(sequence.output_ids))
+                )
+                sequence.output_ids.extend(found)
         return tuple(produced)
 
     def _may_share(self, decoding: list[Sequence], prompt: Sequence) -> bool:
@@ -230,6 +243,15 @@ class Scheduler:
         if self._limits.chunked:
             return min(left, self._limits.prefill_chunk_tokens, budget)
         return left if left <= budget else 0
+
+    def _num_guesses(self, sequence: Sequence, budget: int) -> int:
+        """Guesses that are verified beside the token of a decoding sequence: not more than can be kept, or are still wanted."""
+        memory = sequence.memory
+        if memory is None or not sequence.pending_is_sampled:
+            return 0
+        num_places = len(memory.block_ids) * self._pool.block_tokens - sequence.num_computed - 1
+        num_wanted = sequence.sampling.max_tokens - len(sequence.output_ids) - 1
+        return max(0, min(self._limits.num_speculative_tokens, num_places, num_wanted, budget))
 
     def _is_short(self, sequence: Sequence) -> bool:
         """Whether there is no room for the token that a decoding sequence computes next."""
@@ -247,12 +269,14 @@ class Scheduler:
         return sorted(short, key=lambda sequence: sequence.seq)
 
 
-def _decode_item(sequence: Sequence) -> StepItem:
+def _decode_item(sequence: Sequence, num_guesses: int) -> StepItem:
     token = sequence.pending_token
     if token is None:
         raise AssertionError("a decoding sequence has a pending token")
     given = () if sequence.pending_is_sampled else (token,)
-    return StepItem(seq=sequence.seq, start=sequence.num_computed, num_tokens=1, token_ids=given, sample=True)
+    return StepItem(
+        seq=sequence.seq, start=sequence.num_computed, num_tokens=1 + num_guesses, token_ids=given, sample=True
+    )
 
 
 def _prefill_item(sequence: Sequence, size: int) -> StepItem:

@@ -97,11 +97,11 @@ class Sequence:
         self.pending_token = None
         self.pending_is_sampled = False
 
-    def finish_reason(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Why the sequence ends with `token`, which is the last of `output_ids`; None when it goes on."""
-        may_end = not self.sampling.ignore_eos and len(self.output_ids) > self.sampling.min_tokens
+    def finish_reason(self, token: int, num_output_tokens: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why the sequence ends with `token`, which makes `num_output_tokens` of its output; None when it goes on."""
+        may_end = not self.sampling.ignore_eos and num_output_tokens > self.sampling.min_tokens
         if token in eos_token_ids and may_end:
             return FinishReason.STOP
-        if len(self.output_ids) >= self.sampling.max_tokens:
+        if num_output_tokens >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         return None
