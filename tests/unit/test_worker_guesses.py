@@ -11,25 +11,30 @@ from contracts.rank import SampledToken, StepPlan
 from contracts.requests import SamplingParams
 
 
+def prompt(seq: int, *, max_tokens: int) -> Sequence:
+    """A request of five tokens."""
+    return Sequence(
+        seq=seq,
+        handoff_id=f"h{seq}",
+        request_id=f"r{seq}",
+        attempt=1,
+        router_id="r",
+        num_prompt_tokens=5,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=1),
+        prompt_ids=(1, 2, 3, 4, 5),
+    )
+
+
 def decoding(
     *, depth: int = 3, max_tokens: int = 20, budget: int = 32, count: int = 1
 ) -> tuple[Scheduler, list[Sequence]]:
     """Sequences of five prompt tokens that have their first token."""
-    pool = BlockPool(num_blocks=64, num_slots=8, block_size=8)
+    pool = BlockPool(num_blocks=128, num_slots=8, block_size=8)
     limits = StepLimits(max_step_tokens=budget, prefill_chunk_tokens=16, num_speculative_tokens=depth)
     scheduler = Scheduler(pool, limits)
     sequences = []
     for seq in range(count):
-        sequence = Sequence(
-            seq=seq,
-            handoff_id=f"h{seq}",
-            request_id=f"r{seq}",
-            attempt=1,
-            router_id="r",
-            num_prompt_tokens=5,
-            sampling=SamplingParams(max_tokens=max_tokens, seed=1),
-            prompt_ids=(1, 2, 3, 4, 5),
-        )
+        sequence = prompt(seq, max_tokens=max_tokens)
         scheduler.enqueue(sequence)
         admitted = scheduler.admit()
         assert admitted is sequence
@@ -87,6 +92,15 @@ def test_a_given_token_comes_alone() -> None:
 
 
 def test_guesses_take_no_place_of_other_sequences() -> None:
-    """A step of five tokens for four sequences: the first has one guess, everybody has a token."""
-    scheduler, _ = decoding(budget=5, count=4, max_tokens=100)
-    assert [item.num_tokens for item in plan_of(scheduler).items] == [2, 1, 1, 1]
+    """A step of five tokens for four sequences: everybody has a token, the first one guess; a prompt comes before guesses."""
+    scheduler, sequences = decoding(budget=5, count=4, max_tokens=100)
+    plan = plan_of(scheduler)
+    assert [item.num_tokens for item in plan.items] == [2, 1, 1, 1]
+    apply(scheduler, plan, {})
+    for sequence in sequences[:2]:
+        scheduler.hold(sequence)
+    late = prompt(9, max_tokens=100)
+    scheduler.enqueue(late)
+    assert scheduler.admit() is late
+    scheduler.start(late)
+    assert [item.num_tokens for item in plan_of(scheduler).items] == [1, 1, 3]

@@ -180,19 +180,22 @@ class Scheduler:
         if decoding and prompts and not self._may_share(decoding, prompts[0]):
             decoding, prompts = (decoding, []) if self._decode_turn else ([], prompts)
             self._decode_turn = not self._decode_turn
-        budget = self._limits.max_step_tokens
-        decoding = decoding[:budget]
-        items = []
-        for left, sequence in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
-            items.append(_decode_item(sequence, self._num_guesses(sequence, budget - left - 1)))
-            budget -= items[-1].num_tokens
+        decoding = decoding[: self._limits.max_step_tokens]
+        budget = self._limits.max_step_tokens - len(decoding)
+        computed = []
         for sequence in prompts:
             size = self._size_of(sequence, budget)
             if size < 1:
                 break
-            items.append(_prefill_item(sequence, size))
+            computed.append(_prefill_item(sequence, size))
             self._under_way[sequence.seq] = size
             budget -= size
+        items = []
+        for sequence in decoding:  # guesses have what is left: they are worth less than what somebody waits for
+            num_guesses = self._num_guesses(sequence, budget)
+            items.append(_decode_item(sequence, num_guesses))
+            budget -= num_guesses
+        items += computed
         if not items:
             return None
         self._step += 1
