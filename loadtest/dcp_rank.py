@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from common.engine.attention import paged_attention
-from common.engine.attention_metadata import AttentionGeometry, SequenceView
+from common.engine.attention_metadata import SequenceView, attention_geometry
 from common.engine.cache import LayerCaches
 from common.engine.collectives.passed_fd import PassedFd
 from common.engine.collectives.port import Collectives
@@ -147,13 +147,7 @@ class ShardedModel:
         shard = RankShard(config=config, tp_rank=place.rank, tp_size=place.tp, dcp_size=dcp)
         context = split_context(group, dcp)
         self._model = Model(shard, weights, self.caches, group, self._device, context=context)
-        self._geometry = AttentionGeometry(
-            num_query_heads=shard.num_attending_heads,
-            num_kv_heads=len(shard.kv_heads),
-            block_size=BLOCK_TOKENS,
-            dcp_rank=shard.dcp_rank,
-            dcp_size=dcp,
-        )
+        self._geometry = attention_geometry(shard, BLOCK_TOKENS)
         self._buffers = StepBuffers(self._geometry, max_tokens=1, max_sequences=1, device=self._device.torch_device)
         self._query = torch.randn(1, shard.num_attending_heads, config.head_dim)
 

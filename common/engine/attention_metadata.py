@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.shard import RankShard
+
 QUERY_TILE: Final = 256
 """Most query rows of one sequence that meet a key tile at once."""
 KEY_TILE: Final = 2048
@@ -186,3 +188,15 @@ class AttentionGeometry:
             foreign=foreign,
             run=int(rows[0]) if follows else None,
         )
+
+
+def attention_geometry(shard: RankShard, block_size: int, *, first_key: int = 0) -> AttentionGeometry:
+    """The geometry of a rank: the heads that it attends with, and its place among those that share a sequence's blocks."""
+    return AttentionGeometry(
+        num_query_heads=shard.num_attending_heads,
+        num_kv_heads=len(shard.kv_heads),
+        block_size=block_size,
+        dcp_rank=shard.dcp_rank,
+        dcp_size=shard.dcp_size,
+        first_key=first_key,
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from common.engine.agreement import Agreement
-from common.engine.attention_metadata import AttentionGeometry
+from common.engine.attention_metadata import attention_geometry
 from common.engine.cache import LayerCaches
 from common.engine.collectives.port import Collectives
 from common.engine.config import ModelConfig
@@ -59,12 +59,5 @@ def make_drafter(
         attention=FullAttention(shard, device, context),
         eps=config.rms_norm_eps,
     )
-    geometry = AttentionGeometry(
-        num_query_heads=shard.num_attending_heads,
-        num_kv_heads=len(shard.kv_heads),
-        block_size=start.block_size,
-        dcp_rank=shard.dcp_rank,
-        dcp_size=start.dcp,
-        first_key=FIRST_KEY,
-    )
+    geometry = attention_geometry(shard, start.block_size, first_key=FIRST_KEY)
     return MtpDrafter(head, geometry, agreement, device.torch_device)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Final, assert_never
 
 import msgspec
-import torch
 
 from common.dataplane.failpoints import parse_failpoints
 from common.dataplane.port import DataPlane, Quiescence, WriteGrant
 from common.engine.agreement import Agreement
-from common.engine.attention_metadata import AttentionGeometry
+from common.engine.attention_metadata import attention_geometry
 from common.engine.cache import TORCH_DTYPES, LayerCaches
 from common.engine.cache_shape import cache_shape
 from common.engine.collectives.port import Collectives
@@ -36,7 +35,7 @@ from common.engine.sampler import Sampler
 from common.engine.shard import RankShard
 from common.engine.step_buffers import StepBuffers
 from common.engine.step_runner import BoundSequence, StepRunner
-from common.engine.weights import ModelWeights, load_weights
+from common.engine.weights import load_weights, num_weight_bytes
 from common.layout.region import lay_out
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
@@ -143,13 +142,7 @@ class Rank:
         )
         self._puller = Puller(rank=start.rank, clock=ports.clock, emit=ports.emit, faults=faults, shaper=shaper)
         self._sequences: dict[int, BoundSequence] = {}
-        geometry = AttentionGeometry(
-            num_query_heads=shard.num_attending_heads,
-            num_kv_heads=len(shard.kv_heads),
-            block_size=start.block_size,
-            dcp_rank=shard.dcp_rank,
-            dcp_size=start.dcp,
-        )
+        geometry = attention_geometry(shard, start.block_size)
         model = Model(shard, weights, self._caches, ports.collectives, device, context=context)
         agreement = Agreement(Sampler(config.eos_token_ids), ports.collectives)
         self._drafter = make_drafter(
@@ -415,24 +408,3 @@ def _dtype(name: str) -> Dtype:
         return Dtype(name)
     except ValueError as error:
         raise InvalidValueError(field="dtype", value=name, rule=f"one of {', '.join(Dtype)}") from error
-
-
-def num_weight_bytes(weights: ModelWeights) -> int:
-    """Bytes of all tensors of a rank's weights, a shared one counted once."""
-    found: dict[int, int] = {}
-
-    def walk(value: object) -> None:
-        match value:
-            case torch.Tensor():
-                found[value.data_ptr()] = value.nbytes
-            case tuple():
-                for item in value:
-                    walk(item)
-            case _ if hasattr(value, "__dataclass_fields__"):
-                for name in value.__dataclass_fields__:
-                    walk(getattr(value, name))
-            case _:
-                raise TypeError(f"weights hold a {type(value).__name__}")
-
-    walk(weights)
-    return sum(found.values())

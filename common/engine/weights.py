@@ -174,6 +174,27 @@ def load_mtp_weights(folder: Path, shard: RankShard, dtype: torch.dtype) -> MtpW
         )
 
 
+def num_weight_bytes(weights: ModelWeights) -> int:
+    """Bytes of all tensors of a rank's weights, a shared one counted once."""
+    found: dict[int, int] = {}
+
+    def walk(value: object) -> None:
+        match value:
+            case torch.Tensor():
+                found[value.data_ptr()] = value.nbytes
+            case tuple():
+                for item in value:
+                    walk(item)
+            case _ if hasattr(value, "__dataclass_fields__"):
+                for name in value.__dataclass_fields__:
+                    walk(getattr(value, name))
+            case _:
+                raise TypeError(f"weights hold a {type(value).__name__}")
+
+    walk(weights)
+    return sum(found.values())
+
+
 def scaled(heads: range, size: int) -> range:
     """The rows of `heads` when each head has `size` rows."""
     return range(heads.start * size, heads.stop * size)

@@ -10,6 +10,7 @@ import msgspec
 from common.bus.errors import BusError, NoResponders, PayloadTooLarge
 from common.bus.port import Bus
 from common.runtime.clock import Clock, Deadline
+from common.runtime.pauses import pauses
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, PdmeshError
 
@@ -50,7 +51,7 @@ class Calls:
         DEADLINE_EXCEEDED when no answer came in time, `CallAbandonedError` once `wanted` says no before a repeat, and
         `CodecError` for an answer that is none.
         """
-        pause = _FIRST_PAUSE_S
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         lost: Deadline | None = None
         reason = "no answer"
         while not deadline.passed:
@@ -71,6 +72,5 @@ class Calls:
                 reason = error.message
             if not wanted():
                 raise CallAbandonedError(f"{subject} is not wanted any more")
-            await self._clock.sleep(min(pause, deadline.remaining))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            await self._clock.sleep(min(next(waits), deadline.remaining))
         raise PdmeshError(f"{subject}: {reason}", code=ErrorCode.DEADLINE_EXCEEDED)

@@ -11,6 +11,7 @@ from common.bus.errors import BusError, RevisionConflict, StorageRefused
 from common.bus.port import Bucket, Bus
 from common.bus.storage import handoffs_config
 from common.runtime.clock import Clock, Deadline
+from common.runtime.pauses import pauses
 from contracts.codec import decode, encode
 from contracts.errors import CodecError, ErrorCode, ErrorInfo
 from contracts.handoff import HandoffRecord, HandoffState
@@ -47,7 +48,7 @@ class Records:
     async def store(self, effect: StoreRecord) -> Outcome:
         """Write, and say what became of it. A write without an answer is repeated: if it did arrive, it conflicts with itself."""
         deadline = Deadline.after(self._clock, self._timeout_s)
-        pause = _FIRST_PAUSE_S
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         reason = "no answer"
         while not deadline.passed:
             try:
@@ -60,8 +61,7 @@ class Records:
                 reason = error.message
             except TimeoutError:
                 break
-            await self._clock.sleep(min(pause, deadline.remaining))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            await self._clock.sleep(min(next(waits), deadline.remaining))
         text = f"the record could not be written: {reason}"
         error_info = ErrorInfo(code=ErrorCode.BUS_UNAVAILABLE, message=text)
         return RecordUnwritten(at_ns=self._clock.monotonic_ns(), write=effect.write, error=error_info)

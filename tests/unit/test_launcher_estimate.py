@@ -16,9 +16,8 @@ import torch
 
 from common.engine.checkpoint import expected_shapes
 from common.engine.config import ModelConfig, load_config, parse_config
-from common.engine.rank import num_weight_bytes
 from common.engine.shard import RankShard
-from common.engine.weights import load_weights
+from common.engine.weights import load_weights, num_weight_bytes
 from common.runtime.settings import SettingsError
 from common.worker.cache_need import cache_need
 from common.worker.settings import WorkerSettings
