@@ -30,13 +30,22 @@ class CollectivesKind(StrEnum):
     GLOO = "gloo"
 
 
+class DrafterKind(StrEnum):
+    """Who guesses tokens for the model to verify: nobody, the checkpoint's own draft head, or a look-up in the sequence itself."""
+
+    NONE = "none"
+    MTP = "mtp"
+    NGRAM = "ngram"
+
+
 class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
     """The first message to a rank: load your shard, allocate your region. Answered by `RankStarted`.
 
     It is tensor-parallel rank `rank` of `tp`, in replica `dp_rank` of the `dp` that its worker has. Each `dcp` ranks in succession
-    share the blocks of a sequence: `num_blocks` counts those of one rank. The draft head guesses up to `num_speculative_tokens`
-    tokens; with `mtp_draft_body_tp1` each rank computes all of its layer. Behind its caches it keeps `num_staging_rows` rows, each
-    for what one sequence's states are made of while they are being pulled.
+    share the blocks of a sequence: `num_blocks` counts those of one rank. `drafter` guesses up to `num_speculative_tokens` tokens, for
+    which states have rows. A prefill worker's rank guesses none, and keeps the cache of the draft head all the same if that is
+    the drafter; with `mtp_draft_body_tp1` each rank computes all of the head's layer. Behind its caches it keeps
+    `num_staging_rows` rows, each for what one sequence's states are made of while they are being pulled.
     """
 
     worker_id: str
@@ -55,6 +64,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
     max_step_sequences: int
     dtype: str = "float32"
     device: str = "cpu"
+    drafter: DrafterKind = DrafterKind.NONE
     num_speculative_tokens: int = 0
     mtp_draft_body_tp1: bool = False
     collectives: CollectivesKind = CollectivesKind.SHARED_MEMORY

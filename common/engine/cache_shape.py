@@ -15,11 +15,12 @@ def cache_shape(
     num_blocks: int,
     num_slots: int,
     num_speculative_tokens: int = 0,
+    keeps_draft: bool = False,
     draft_whole: bool = False,
 ) -> CacheShape:
-    """The dimensions of a model's caches; with a speculation depth the draft head has a cache too.
+    """The dimensions of a model's caches, with `num_speculative_tokens` more rows of states than one.
 
-    The counts are those of one rank. With `draft_whole` each has all heads of the draft.
+    The counts are those of one rank. With `keeps_draft` the draft head has a cache too, with `draft_whole` on each rank all of it.
     """
     return CacheShape(
         layer_types=tuple(LayerType(kind) for kind in config.layer_types),
@@ -35,6 +36,6 @@ def cache_shape(
         num_blocks=num_blocks,
         num_slots=num_slots,
         num_speculative_tokens=num_speculative_tokens,
-        num_draft_layers=config.num_mtp_layers if num_speculative_tokens else 0,
-        draft_whole=draft_whole and num_speculative_tokens > 0,
+        num_draft_layers=config.num_mtp_layers if keeps_draft else 0,
+        draft_whole=draft_whole and keeps_draft,
     )

@@ -21,14 +21,17 @@ from common.engine.shard import RankShard
 from common.engine.tensor_parallel import TensorParallel
 from common.engine.weights import load_mtp_weights
 from contracts.errors import InvalidValueError
-from contracts.rank import StartRank
+from contracts.rank import DrafterKind, StartRank
 
 
 def check_drafts(start: StartRank, config: ModelConfig) -> None:
     """Raise `InvalidValueError` for a draft that the checkpoint has no head for, or that cannot be laid out."""
-    if start.num_speculative_tokens and not config.num_mtp_layers:
-        rule = "0: the checkpoint has no draft head (mtp_num_hidden_layers is 0)"
+    if start.num_speculative_tokens and start.drafter is DrafterKind.NONE:
+        rule = "0 without a drafter"
         raise InvalidValueError(field="num_speculative_tokens", value=start.num_speculative_tokens, rule=rule)
+    if start.drafter is DrafterKind.MTP and not config.num_mtp_layers:
+        rule = "none or ngram: the checkpoint has no draft head (mtp_num_hidden_layers is 0)"
+        raise InvalidValueError(field="drafter", value=start.drafter.value, rule=rule)
     if start.mtp_draft_body_tp1 and start.dcp > 1:
         rule = "false with dcp above 1: ranks that share blocks share the draft's heads too"
         raise InvalidValueError(field="mtp_draft_body_tp1", value=start.mtp_draft_body_tp1, rule=rule)
@@ -46,7 +49,7 @@ def make_drafter(
     dtype: torch.dtype,
 ) -> MtpDrafter | None:
     """The drafter of a rank that has passed `check_drafts`; None where nothing is guessed. Raises `CheckpointError`."""
-    if not start.num_speculative_tokens:
+    if start.drafter is DrafterKind.NONE:
         return None
     config = model.config
     shard = RankShard(config=config) if start.mtp_draft_body_tp1 else model.shard

@@ -45,6 +45,7 @@ from contracts.rank import (
     BindSequence,
     DigestSequence,
     Done,
+    DrafterKind,
     ExtendSequences,
     LinkPeer,
     PartPushed,
@@ -114,6 +115,7 @@ class Rank:
             num_blocks=start.num_blocks,
             num_slots=start.num_slots,
             num_speculative_tokens=start.num_speculative_tokens,
+            keeps_draft=start.drafter is DrafterKind.MTP,
             draft_whole=start.mtp_draft_body_tp1,
         )
         at = Coordinates(

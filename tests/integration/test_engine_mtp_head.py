@@ -86,7 +86,13 @@ class Head:
         config = load_config(FOLDER)
         shard, device = RankShard(config=config), CpuDevice()
         shape = cache_shape(
-            config, dtype=Dtype.FLOAT32, block_size=BLOCK_SIZE, num_blocks=12, num_slots=1, num_speculative_tokens=3
+            config,
+            dtype=Dtype.FLOAT32,
+            block_size=BLOCK_SIZE,
+            num_blocks=12,
+            num_slots=1,
+            num_speculative_tokens=3,
+            keeps_draft=True,
         )
         region = lay_out(shape, Coordinates())
         self.caches = LayerCaches(region, memoryview(bytearray(region.nbytes)))

@@ -12,7 +12,7 @@ import pytest
 from common.engine.port import Engine, EngineDeadError, EngineError
 from common.engine.rank_group import RankGroup
 from common.engine.rank_launch import ProcessLauncher
-from contracts.rank import CollectivesKind, StepItem, StepPlan
+from contracts.rank import CollectivesKind, DrafterKind, StepItem, StepPlan
 from contracts.requests import SamplingParams
 from tests.integration.engine_world import binding, engine, generate, starts, thread_launcher
 
@@ -95,6 +95,7 @@ async def test_bad_starts_are_refused_with_their_reason(reference: Any, tmp_path
     assert "dtype: 'int8'" in await refusal(1, dtype="int8")
     assert "device: 'abacus'" in await refusal(1, device="abacus")
     assert "num_speculative_tokens: 2" in await refusal(1, num_speculative_tokens=2)
+    assert "drafter: 'mtp'" in await refusal(1, drafter=DrafterKind.MTP)
     assert "transport: 'pigeon'" in await refusal(2, transport="pigeon")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.engine.rank_group import RankGroup
-from contracts.rank import StepItem, StepPlan
+from contracts.rank import DrafterKind, StepItem, StepPlan
 from contracts.requests import SamplingParams
 from tests.integration.engine_world import binding, engine, starts, thread_launcher
 
@@ -75,7 +75,10 @@ async def generate(
 async def decode(tmp_path: Path, depth: int, *, tp: int = 1, temperature: float = 0.0, **changes: Any) -> Run:
     """A run of an engine of its own."""
     sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=11, temperature=temperature)
-    messages = starts(FOLDER, tmp_path, tp, num_speculative_tokens=depth, worker_id=f"w{depth}-{tp}", **changes)
+    drafter = DrafterKind.MTP if depth else DrafterKind.NONE
+    messages = starts(
+        FOLDER, tmp_path, tp, drafter=drafter, num_speculative_tokens=depth, worker_id=f"w{depth}-{tp}", **changes
+    )
     async with asyncio.timeout(300), engine(messages, thread_launcher(tp)) as (group, _):
         return await generate(group, prompts(), depth, sampling)
 
