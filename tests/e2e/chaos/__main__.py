@@ -12,6 +12,7 @@ import msgspec
 from common.runtime.clock import SystemClock
 from services.launcher.console import Console
 from tests.e2e.chaos.run import ChaosSettings, run_chaos
+from tests.e2e.chaos.streams import REQUEST_S
 
 
 def main() -> int:
@@ -23,7 +24,12 @@ def main() -> int:
     parser.add_argument("--transport", choices=("shm", "tcp"), default="shm")
     parser.add_argument("--decode", default="tp=1", metavar="SPEC", help="both decode workers, such as tp=4,dcp=2")
     parser.add_argument("--mixed", action="store_true", help="a mixed worker beside the others")
-    parser.add_argument("--strict", action="store_true", help="streams that have begun must go on")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="streams that have begun must go on, unless outages left them less time than they need in calm",
+    )
+    parser.add_argument("--deadline", type=float, default=REQUEST_S, metavar="SECONDS", help="of each request")
     arguments = parser.parse_args()
     settings = ChaosSettings(
         seed=arguments.seed,
@@ -31,6 +37,7 @@ def main() -> int:
         duration_s=arguments.minutes * 60,
         transport=arguments.transport,
         strict=arguments.strict,
+        request_s=arguments.deadline,
         workers=(("prefill", "tp=2"), ("decode", arguments.decode), ("decode", arguments.decode)),
     )
     if arguments.mixed:

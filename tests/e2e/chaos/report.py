@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from tests.e2e.chaos.faults import Happened
+from tests.e2e.chaos.outages import Allowance, time_lost
 from tests.e2e.chaos.streams import Ending, Outcome
 
 REFUSED: Final = "ClientConnectorError"
@@ -25,12 +26,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-def judge(outcomes: Sequence[Outcome], faults: Sequence[Happened], *, strict: bool) -> list[str]:
+def judge(
+    outcomes: Sequence[Outcome], faults: Sequence[Happened], *, strict: bool, allowance: Allowance | None = None
+) -> list[str]:
     """Name every stream that broke a promise.
 
     What comes is the beginning of what must come, and all of it unless there is an error; every stream ends in time; a connection
-    breaks only if something was done to the router, and is refused only until somebody has had an answer again. `strict`: a stream that has begun goes on, whatever dies but the router.
+    breaks only if something was done to the router, and is refused only until somebody has had an answer again. `strict`: a stream that has begun goes on, whatever dies but the router,
+    unless its time was up and `allowance` excuses that.
     """
+    allowance = allowance or Allowance()
     found = []
     routers = [(each, _answers_again(outcomes, each)) for each in faults if each.fault.is_router]
     for outcome in outcomes:
@@ -49,8 +54,11 @@ def judge(outcomes: Sequence[Outcome], faults: Sequence[Happened], *, strict: bo
             found.append(f"{name}: it ended without a word")
         if outcome.ending is Ending.ERROR and outcome.code in {"", "None", "internal_error"}:
             found.append(f"{name}: its error does not say what happened")
-        if strict and outcome.ending is Ending.ERROR and outcome.token_ids and not excused:
-            found.append(f"{name}: it had begun, and did not go on")
+        begun = outcome.ending is Ending.ERROR and outcome.token_ids
+        if strict and begun and not excused and not allowance.excuses(outcome):
+            lost = time_lost(allowance.outages, outcome.started_at, outcome.ended_at)
+            took = outcome.ended_at - outcome.started_at
+            found.append(f"{name}: it had begun, and did not go on: {took:.1f} s, {lost:.1f} s of them in an outage")
     return found
 
 
@@ -86,9 +94,11 @@ def make_report(
     strict: bool,
     restarts: Counter[str],
     more: Sequence[str],
+    allowance: Allowance | None = None,
 ) -> Report:
     """Judge and tell. `more` are broken promises that no stream shows."""
-    violations = (*judge(outcomes, faults, strict=strict), *more)
+    allowance = allowance or Allowance()
+    violations = (*judge(outcomes, faults, strict=strict, allowance=allowance), *more)
     errors = Counter(
         f"{_ENDINGS.get(o.ending, o.ending)}: {o.code or 'no code'}" for o in outcomes if o.ending is not Ending.WHOLE
     )
@@ -100,6 +110,13 @@ def make_report(
     ]
     lines += [f"  {what}: {count}" for what, count in sorted(errors.items())]
     lines.append(f"faults: {len(faults)}; restarts: " + (_counts(restarts) or "none"))
+    if strict:
+        excused = [o for o in outcomes if o.token_ids and allowance.excuses(o)]
+        longest = max(allowance.needed_s.values(), default=0.0)
+        lines.append(
+            f"out of time after their first token, and excused, as outages had left them less than they need in calm "
+            f"({longest:.1f} s at most): {len(excused)}"
+        )
     times = recoveries(outcomes, faults)
     for kind, count in sorted(Counter(_kind(each) for each in faults).items()):
         known = times.get(kind, [])

@@ -18,6 +18,7 @@ from common.runtime.clock import Clock, Deadline, SystemClock
 from loadtest.mesh import Mesh, MeshSpec
 from tests.e2e.chaos.cases import Case, greedy_cases, sampled_questions
 from tests.e2e.chaos.faults import Fault, Faults, draw
+from tests.e2e.chaos.outages import Allowance, NatsWatch, freezes
 from tests.e2e.chaos.processes import Processes
 from tests.e2e.chaos.report import Report, make_report
 from tests.e2e.chaos.rest import unrest_after
@@ -45,6 +46,8 @@ class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[tuple[str, str], ...] = (("prefill", "tp=2"), ("decode", "tp=1"), ("decode", "tp=1"))
     num_brokers: int = 2
     num_sampled: int = 6
+    request_s: float = REQUEST_S
+    """What the router gives each request."""
 
     @property
     def spec(self) -> MeshSpec:
@@ -57,7 +60,7 @@ class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"transport={self.transport}",
                 f"launcher.brokers={self.num_brokers}",
                 "launcher.restarts_per_minute=1000",
-                f"router.request_timeout_s={REQUEST_S}",
+                f"router.request_timeout_s={self.request_s}",
                 "collective_timeout_ms=6000",
                 # Between the end of prefill's steps and the closed ledger lies time to be hit.
                 "prefill.failpoints=delay:role=value,layer=3,source=0,ms=15",
@@ -78,17 +81,28 @@ class Chaos:
         self._rng = random.Random(settings.seed)
         self._processes = Processes(mesh.pid)
         self._faults = Faults(self._processes, probe.nats)
+        self._watch = NatsWatch(mesh.nats_url)
+        self._needed_s: dict[str, float] = {}
         self._more: list[str] = []
 
     async def run(self) -> Report:
         """Learn, attack, and look at what is left."""
         cases = greedy_cases() + await self._learn()
+        if self._settings.strict:
+            await self._take_times(cases)
         await self._settled("before the first fault")
         outcomes = await self._attack(cases)
         await self._settled("after the last fault")
+        outages = (*self._watch.outages, *freezes(self._faults.happened))
+        allowance = Allowance(request_s=self._settings.request_s, needed_s=self._needed_s, outages=outages)
         restarts = Counter(re.findall(r"\] (\S+) runs again", _console(self._mesh)))
         return make_report(
-            outcomes, self._faults.happened, strict=self._settings.strict, restarts=restarts, more=self._more
+            outcomes,
+            self._faults.happened,
+            strict=self._settings.strict,
+            restarts=restarts,
+            more=self._more,
+            allowance=allowance,
         )
 
     async def _learn(self) -> tuple[Case, ...]:
@@ -105,17 +119,31 @@ class Chaos:
                 learnt.append(msgspec.structs.replace(question, expected=tuple(answers[0].token_ids)))
         return tuple(learnt)
 
-    async def _attack(self, cases: tuple[Case, ...]) -> list[Outcome]:
-        load = Load(
+    async def _take_times(self, cases: tuple[Case, ...]) -> None:
+        """How long each case takes under as many streams as there will be; a calm mesh answers all of them."""
+        for outcome in await (await self._load(cases)).each_once():
+            self._needed_s[outcome.case.name] = outcome.ended_at - outcome.started_at
+            if outcome.ending is not Ending.WHOLE:
+                self._more.append(f"{outcome.case.name}: a calm mesh did not answer it: {outcome}")
+
+    async def _load(self, cases: tuple[Case, ...]) -> Load:
+        settings = self._settings
+        model = await self._probe.model()
+        return Load(
             self._mesh.url,
-            await self._probe.model(),
+            model,
             cases,
-            num_streams=self._settings.num_streams,
-            seed=self._settings.seed,
+            num_streams=settings.num_streams,
+            seed=settings.seed,
+            request_s=settings.request_s,
         )
+
+    async def _attack(self, cases: tuple[Case, ...]) -> list[Outcome]:
+        load = await self._load(cases)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(load.run(), name="load")
+                watching = group.create_task(self._watch.run(), name="nats")
                 if self._settings.script:
                     for fault in self._settings.script:
                         await self._do(fault)
@@ -124,6 +152,7 @@ class Chaos:
                     await self._by_chance()
                 await self._served_again(load)
                 load.stop()
+                watching.cancel()
         finally:
             self._processes.thaw_all()
         return load.outcomes

@@ -16,7 +16,7 @@ from common.runtime.clock import SystemClock
 from tests.e2e.chaos.cases import Case
 
 REQUEST_S: Final = 25.0
-"""What the router gives each request."""
+"""What the router gives each request, unless a run says otherwise."""
 SLACK_S: Final = 20.0
 """How much later a client may see the end: a router that stands still tells nobody until it wakes."""
 _RETRY_S: Final = 0.5
@@ -54,12 +54,22 @@ class Outcome(msgspec.Struct, kw_only=True):
 class Load:
     """Keeps `num_streams` streams open until it is stopped; what they said is in `outcomes`."""
 
-    def __init__(self, url: str, model: str, cases: Sequence[Case], *, num_streams: int, seed: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        cases: Sequence[Case],
+        *,
+        num_streams: int,
+        seed: int,
+        request_s: float = REQUEST_S,
+    ) -> None:
         self._url = url
         self._model = model
         self._cases = cases
         self._num_streams = num_streams
         self._seed = seed
+        self._request_s = request_s
         self._clock = SystemClock()
         self._stopping = False
         self.outcomes: list[Outcome] = []
@@ -78,6 +88,23 @@ class Load:
         """Begin nothing new."""
         self._stopping = True
 
+    async def each_once(self) -> list[Outcome]:
+        """Every case once, as many at the same time as there are streams; how each ended, in the order of the cases."""
+        gate = asyncio.Semaphore(self._num_streams)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None)
+
+        async def ask(session: aiohttp.ClientSession, case: Case) -> Outcome:
+            async with gate:
+                return await self.ask(session, case)
+
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            asked = [group.create_task(ask(session, case), name=case.name) for case in self._cases]
+        return [task.result() for task in asked]
+
     async def _streams(self, session: aiohttp.ClientSession, rng: random.Random) -> None:
         while not self._stopping:
             outcome = await self.ask(session, rng.choice(self._cases))
@@ -89,7 +116,7 @@ class Load:
         """One stream to its end, whatever that is."""
         outcome = Outcome(case=case, started_at=self._clock.monotonic(), token_ids=[])
         try:
-            async with asyncio.timeout(REQUEST_S + SLACK_S):
+            async with asyncio.timeout(self._request_s + SLACK_S):
                 await self._read(session, outcome)
         except TimeoutError:
             outcome.ending = Ending.LATE
