@@ -119,7 +119,7 @@ class RunMixed(Versioned, frozen=True, kw_only=True, tag="run_mixed"):
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One part's done ranges `[start, end)`: tokens for KEY and VALUE, `[0, 1)` for a state.
+    """One part's done ranges `[start, end)`: tokens for KEY and VALUE, `[0, 1)` for what has a slot.
 
     Tokens are counted by those of the sequence that the destination rank keeps: all of them, or with dcp those of its own blocks.
     `destination_rank` is a tensor-parallel rank of the replica that the grant names.
@@ -216,7 +216,10 @@ class PullHandoff(Versioned, frozen=True, kw_only=True, tag="pull_handoff"):
 
 
 class CommitHandoff(Versioned, frozen=True, kw_only=True, tag="commit_handoff"):
-    """Broker to decode: the ledger is closed and the request is yours. Idempotent by handoff id. `digests` are to be verified before."""
+    """Broker to decode: the ledger is closed and the request is yours. Idempotent by handoff id. `digests` are to be verified before.
+
+    With `drafts` the draft's cache and the hidden state that it goes on from were part of the plan, and have come too.
+    """
 
     handoff_id: Token
     incarnation: Token
@@ -225,6 +228,7 @@ class CommitHandoff(Versioned, frozen=True, kw_only=True, tag="commit_handoff"):
     num_cached_tokens: Whole
     timeout_ms: Milliseconds
     digests: tuple[PartDigest, ...] = ()
+    drafts: bool = False
 
 
 class TakenOver(Versioned, frozen=True, kw_only=True, tag="taken_over"):
@@ -318,7 +322,7 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
     It holds what another broker needs to send any message of the handoff again. `num_cached_tokens` were at decode before
     (they came with the grant), `num_prefill_cached_tokens` at prefill (they come with its end). `traceparent` is the W3C trace of
     the broker's hop. `submitted_at` and `deadline_at` are wall times in RFC 3339 by the clock of the broker that began it; the first
-    is "" where that was not written down.
+    is "" where that was not written down. `drafts` is for the commit: the plan brings the draft's cache too.
 
     Who owns what: `grant` names the blocks, the slot and the staging row at decode and their generation, `source` those at prefill
     that decode may read; `lock` is held while decode pulls, `shards` say how far each pull is, `progress` how much has arrived.
@@ -344,6 +348,7 @@ class HandoffRecord(Versioned, frozen=True, kw_only=True, tag="handoff_record", 
     num_cached_tokens: Whole = 0
     pulled: tuple[Role, ...] = ()
     verify: bool = False
+    drafts: bool = False
     source: Grant | None = None
     lock: RequestLock | None = None
     shards: tuple[ShardPull, ...] = ()

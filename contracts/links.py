@@ -32,7 +32,8 @@ class LinkRecord(Versioned, frozen=True, kw_only=True, tag="link_record", omit_d
     It counts for the two starts that it names and for no other. Requests may be placed on the pair while it is LINKED.
     `since` is when `state` began (RFC 3339, UTC). A refusal names its `rule` and says in `reason` what differs and what to
     change; while MEETING, `reason` is why the last of `num_failures` tries failed. `topology` reads "tp2 -> tp1", a handoff
-    is complete with `num_parts` parts, and moves `token_bytes` a token and `state_bytes` once.
+    is complete with `num_parts` parts, and moves `token_bytes` a token and `state_bytes` once. With `has_drafts` the cache of
+    the draft head comes along; if a worker keeps one and it does not, `why_no_drafts` says what differs and what to change.
     """
 
     prefill: WorkerRef
@@ -47,6 +48,8 @@ class LinkRecord(Versioned, frozen=True, kw_only=True, tag="link_record", omit_d
     num_parts: Whole = 0
     token_bytes: Whole = 0
     state_bytes: Whole = 0
+    has_drafts: bool = False
+    why_no_drafts: str = ""
 
 
 class LinkEvent(Versioned, frozen=True, kw_only=True, tag="link_event", omit_defaults=True):
@@ -68,3 +71,5 @@ class LinkEvent(Versioned, frozen=True, kw_only=True, tag="link_event", omit_def
     topology: str = ""
     transport: str = ""
     num_parts: Whole = 0
+    has_drafts: bool = False
+    why_no_drafts: str = ""

@@ -7,6 +7,7 @@ from the start of the region's data (behind its header). Units of an interval:
 - KEY, VALUE: KV heads
 - CONV: channels of one of the three segments Q, K, V, each cut over the ranks on its own
 - SSM: value heads
+- BOOTSTRAP: the whole hidden state, one unit that every rank holds
 """
 
 from __future__ import annotations
@@ -27,12 +28,21 @@ class Namespace(StrEnum):
 
 
 class Role(StrEnum):
-    """What a cache holds. KEY and VALUE are paged by block; CONV and SSM have one slot a sequence."""
+    """What a cache holds. KEY and VALUE are paged by block; CONV, SSM and BOOTSTRAP have one slot a sequence.
+
+    BOOTSTRAP is the hidden state behind the last token of a prompt, which the draft head goes on from.
+    """
 
     KEY = "key"
     VALUE = "value"
     CONV = "conv"
     SSM = "ssm"
+    BOOTSTRAP = "bootstrap"
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether it is kept by block, and grows with the sequence; otherwise a sequence has one slot of it."""
+        return self in {Role.KEY, Role.VALUE}
 
 
 class Segment(StrEnum):
@@ -58,7 +68,10 @@ class Dtype(StrEnum):
 
 
 class CacheDtypes(msgspec.Struct, frozen=True, kw_only=True):
-    """The element type of each role. SSM is float32 in every model; it is named so that a reader can check it."""
+    """The element type of each role. SSM is float32 in every model; it is named so that a reader can check it.
+
+    BOOTSTRAP has that of CONV: both are activations as the model computes them.
+    """
 
     key: Dtype
     value: Dtype
@@ -72,7 +85,7 @@ class CacheDtypes(msgspec.Struct, frozen=True, kw_only=True):
                 return self.key
             case Role.VALUE:
                 return self.value
-            case Role.CONV:
+            case Role.CONV | Role.BOOTSTRAP:
                 return self.conv
             case Role.SSM:
                 return self.ssm
@@ -103,10 +116,11 @@ class Coordinates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What two workers must agree on before they are linked. `topology` may differ: the planner bridges it.
+    """What two workers must agree on before they are linked. `topology` and `num_speculative_tokens` may differ: the planner bridges them.
 
     `model` identifies configuration and weights; equal strings mean that a cache of one can be continued by the other.
-    `draft` identifies the draft head whose caches are kept beside the model's; empty without one. `interleave` counts the tokens in
+    `draft` identifies the draft head whose caches are kept beside the model's; empty without one. Where it differs, the
+    draft's caches stay behind and the rest is handed over. `interleave` counts the tokens in
     succession that lie on one rank where several share a sequence.
     """
 
@@ -146,10 +160,10 @@ class PagedPlace(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 
 
 class SlotPlace(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="slot"):
-    """Where a span of CONV or SSM lies: slot s, row r, i-th unit at `offset + s * slot_stride + r * row_stride + i * unit_bytes`.
+    """Where a span of a slot lies: slot s, row r, i-th unit at `offset + s * slot_stride + r * row_stride + i * unit_bytes`.
 
-    A slot has `num_rows` rows (CONV 3 + k, SSM k + 1, with speculation depth k), of which a transfer moves `moved_rows`
-    in succession (CONV 3, SSM 1): the row at which it starts is known only when a request is bound.
+    A slot has `num_rows` rows (CONV 3 + k, SSM k + 1, with speculation depth k, BOOTSTRAP 1), of which a transfer moves `moved_rows`
+    in succession (CONV 3, SSM 1, BOOTSTRAP 1): the row at which it starts is known only when a request is bound.
     """
 
     offset: int
@@ -210,7 +224,7 @@ class PlannedPart(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """One line of a handoff's ledger: what `src_rank` owes to `dst_rank` for one cache. Ranks are tensor-parallel ranks.
 
     For KEY and VALUE the destination owns the blocks b of the sequence with `b % modulus == residue`.
-    For CONV and SSM there is one unit, the slot.
+    For CONV, SSM and BOOTSTRAP there is one unit, the slot.
     """
 
     namespace: Namespace

@@ -208,6 +208,9 @@ class StepItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     `token_ids` empty means the token sampled for this sequence by the step before, and behind it what was guessed since, at most
     `num_tokens` in all. With `sample` tokens are drawn: one behind the last of them, or, where some were guessed, one behind each as far
     as the guesses were right; `last_chunk` says that the prompt ends here, so that states are final.
+
+    With `bootstrap` the sequence goes on here from another worker's draft cache and hidden state: the one token given is followed by
+    what this step guesses before it verifies, at most `num_tokens` in all.
     """
 
     seq: int
@@ -216,6 +219,7 @@ class StepItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     token_ids: tuple[int, ...] = ()
     sample: bool = False
     last_chunk: bool = False
+    bootstrap: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="step_plan"):
@@ -236,8 +240,9 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     """A rank's answer to a `StepPlan`. Tokens come from rank 0, times (monotonic ns) from each.
 
-    `layer_started_ns` has one entry a layer when the step held a sequence with a push target, else none. An `error` fails
-    every sequence of the step: all ranks answer with one, whichever of them failed.
+    `layer_started_ns` has one entry a layer when the step held a sequence with a push target, else none. Of `draft_ns` of the step
+    the draft's tokens were guessed; `num_drafts` says for each item of the plan how many guesses the step verified, and is empty where
+    there were none. An `error` fails every sequence of the step: all ranks answer with one, whichever of them failed.
     """
 
     rank: int
@@ -246,6 +251,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     started_ns: int
     ended_ns: int
     layer_started_ns: tuple[int, ...] = ()
+    draft_ns: int = 0
+    num_drafts: tuple[int, ...] = ()
     error: ErrorInfo | None = None
 
 

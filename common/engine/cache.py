@@ -24,13 +24,14 @@ class LayerCaches:
     `key[i]`, `value[i]`: `[num_blocks, kv_heads, block_size, head_dim]` of full-attention layer i. `conv[i]`:
     `[num_slots, 3 + k, channels]`, and `ssm[i]`: `[num_slots, k + 1, value_heads, dk, dv]` fp32, of linear layer i. The state
     of a sequence is in rows 0 to 2 of conv and row 0 of ssm, unless speculation moved it. `draft_key[i]` and `draft_value[i]` are
-    those of layer i of the draft head.
+    those of layer i of the draft head; `bootstrap` `[num_slots, hidden]` is what it goes on from, None without such a head.
     """
 
     def __init__(self, region_map: RegionMap, memory: memoryview) -> None:
         self.region_map = region_map
         self.draft_key: dict[int, torch.Tensor] = {}
         self.draft_value: dict[int, torch.Tensor] = {}
+        self.bootstrap: torch.Tensor | None = None
         self.key: dict[int, torch.Tensor] = {}
         self.value: dict[int, torch.Tensor] = {}
         self.conv: dict[int, torch.Tensor] = {}
@@ -47,12 +48,16 @@ class LayerCaches:
         for layer in range(region_map.shape.num_draft_layers):
             self.draft_key[layer] = _view(memory, region_map.cache(Role.KEY, layer, Namespace.DRAFT))
             self.draft_value[layer] = _view(memory, region_map.cache(Role.VALUE, layer, Namespace.DRAFT))
+        if self.draft_key:
+            self.bootstrap = _view(memory, region_map.cache(Role.BOOTSTRAP, 0, Namespace.DRAFT)).squeeze(1)
 
     def zero_slot(self, slot: int) -> None:
-        """Forget what the slot's last sequence left: every conv column and every state row, of every linear layer."""
+        """Forget what the slot's last sequence left: every conv column, every state row of every linear layer, the bootstrap."""
         for caches in (self.conv, self.ssm):
             for cache in caches.values():
                 cache[slot].zero_()
+        if self.bootstrap is not None:
+            self.bootstrap[slot].zero_()
 
 
 def _view(memory: memoryview, cache: Cache) -> torch.Tensor:

@@ -38,4 +38,5 @@ def cache_shape(
         num_speculative_tokens=num_speculative_tokens,
         num_draft_layers=config.num_mtp_layers if keeps_draft else 0,
         draft_whole=draft_whole and keeps_draft,
+        hidden_size=config.hidden_size,
     )

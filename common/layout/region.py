@@ -6,9 +6,10 @@ Layouts, per layer, with the dimensions that are left on the rank:
   contiguous run
 - CONV `[num_slots, conv_kernel - 1 + k, channels]`, channels `[Q | K | V]`, with speculation depth k
 - SSM `[num_slots, k + 1, value_heads, key_head_dim, value_head_dim]`, one row a checkpoint
+- BOOTSTRAP `[num_slots, 1, hidden_size]`, whole on every rank, beside the caches of a draft head
 
 Behind the caches lie the staging rows, if there are any: each has room for the CONV and SSM bytes of one sequence that this rank
-holds, whoever they come from. What lies where in a row is known when the rank is linked with a source: see `staging`.
+holds, whoever they come from. All else is read straight into its place. What lies where in a row is known when the rank is linked with a source: see `staging`.
 """
 
 from __future__ import annotations
@@ -105,14 +106,20 @@ class RegionMap(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValueError(field="layer", value=layer, rule=rule)
         return found
 
-    def manifest(self, *, worker_id: str, incarnation: str, model: str) -> RankManifest:
-        """What this rank publishes; `model` identifies configuration and weights."""
+    def manifest(self, *, worker_id: str, incarnation: str, model: str, draft: str = "") -> RankManifest:
+        """What this rank publishes; `model` identifies configuration and weights, `draft` those of the draft head.
+
+        Raises `InvalidValueError` for a draft whose caches are not here.
+        """
         shape = self.shape
+        if draft and not shape.num_draft_layers:
+            raise InvalidValueError(field="draft", value=draft, rule="empty without caches of a draft head")
         return RankManifest(
             worker_id=worker_id,
             incarnation=incarnation,
             coordinates=self.coordinates,
             model=model,
+            draft=draft,
             block_size=shape.block_size,
             interleave=shape.block_size,
             dtypes=shape.dtypes,
@@ -133,6 +140,8 @@ class RegionMap(msgspec.Struct, frozen=True, kw_only=True):
                 heads = _value_heads(self.shape, self.coordinates)
                 head_bytes = cache.entry_bytes // prod(cache.shape[1:3])
                 yield self._slot_span(cache, Segment.WHOLE, heads, at=0, unit_bytes=head_bytes)
+            case Role.BOOTSTRAP:
+                yield self._slot_span(cache, Segment.WHOLE, Shard(0, 1), at=0, unit_bytes=cache.entry_bytes)
 
     def _paged_span(self, cache: Cache) -> Span:
         heads = _kv_heads(self.shape, self.coordinates, cache.namespace)
@@ -159,7 +168,7 @@ class RegionMap(msgspec.Struct, frozen=True, kw_only=True):
             slot_stride=cache.entry_bytes,
             row_stride=cache.entry_bytes // cache.shape[1],
             num_rows=cache.shape[1],
-            moved_rows=1 if cache.role is Role.SSM else self.shape.moved_conv_rows,
+            moved_rows=self.shape.moved_conv_rows if cache.role is Role.CONV else 1,
             unit_bytes=unit_bytes,
         )
         key = TensorKey(namespace=cache.namespace, role=cache.role, layer=cache.layer, segment=segment)
@@ -190,19 +199,19 @@ def lay_out(shape: CacheShape, coordinates: Coordinates, num_staging_rows: int =
         cache = Cache(namespace=namespace, role=role, layer=layer, offset=end, shape=dims, dtype=dtype)
         caches[namespace, role, layer] = cache
         end += _aligned(cache.nbytes)
-    row_bytes = sum(_moved_bytes(shape, cache) for cache in caches.values())
+    row_bytes = sum(_staged_bytes(shape, cache) for cache in caches.values())
     staging = StagingRows(offset=end, row_bytes=row_bytes, num_rows=num_staging_rows)
     return RegionMap(shape=shape, coordinates=coordinates, caches=caches, staging=staging, nbytes=end + staging.nbytes)
 
 
-def _moved_bytes(shape: CacheShape, cache: Cache) -> int:
-    """Bytes of one sequence's state in a cache: what a transfer moves."""
+def _staged_bytes(shape: CacheShape, cache: Cache) -> int:
+    """Bytes of one sequence's state in a cache, where it is staged while it is being pulled: what a transfer moves."""
     match cache.role:
         case Role.CONV:
             return cache.entry_bytes // cache.shape[1] * shape.moved_conv_rows
         case Role.SSM:
             return cache.entry_bytes // cache.shape[1]
-        case Role.KEY | Role.VALUE:
+        case Role.KEY | Role.VALUE | Role.BOOTSTRAP:
             return 0
 
 
@@ -228,6 +237,9 @@ def _arrays(
                 yield Namespace.TARGET, Role.SSM, layer, ssm, shape.dtypes.ssm
     for layer in range(shape.num_draft_layers):
         yield from _paged_arrays(shape, coordinates, Namespace.DRAFT, layer)
+    if shape.num_draft_layers:
+        bootstrap = (shape.num_slots, 1, shape.hidden_size)
+        yield Namespace.DRAFT, Role.BOOTSTRAP, 0, bootstrap, shape.dtypes.of(Role.BOOTSTRAP)
 
 
 def _paged_arrays(

@@ -21,7 +21,8 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
     """The dimensions that decide a layout. Counts of blocks and slots are those of one rank.
 
     `conv_kernel` is the width of the depthwise convolution (its state keeps one row less); `num_draft_layers` are full
-    attention layers of the draft head, held like the target's or, with `draft_whole`, with all their heads on every rank.
+    attention layers of the draft head, held like the target's or, with `draft_whole`, with all their heads on every rank; what it
+    goes on from is a hidden state of `hidden_size` elements.
     """
 
     layer_types: tuple[LayerType, ...]
@@ -39,6 +40,7 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int = 0
     num_draft_layers: int = 0
     draft_whole: bool = False
+    hidden_size: int = 0
 
     def __post_init__(self) -> None:
         """Raise `InvalidValueError` for a count below its minimum or an SSM state that is not float32."""
@@ -57,6 +59,7 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
             "conv_kernel": 2,
             "num_speculative_tokens": 0,
             "num_draft_layers": 0,
+            "hidden_size": 1 if self.num_draft_layers else 0,
         }
         for name, least in minimum.items():
             value = getattr(self, name)
