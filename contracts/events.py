@@ -48,6 +48,8 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     `trace_id` and `span_id` are those of the request's W3C trace and of the hop that tells.
     `lock` is the number of the request's lock and `lock_holder` who has it; a pull waited `wait_ms` for its shards and merged one
     role of them in `merge_ms`; `shard_state` is how the pull of one shard ended.
+    A worker that guessed tokens took `num_steps` steps for those that it generated; it verified `num_drafted` guesses, of which
+    `num_accepted` were right: `accepted_at[i]` times the one in place `i + 1` of a step.
     Ranks are tensor-parallel ranks inside a replica; the replicas are named by `*_dp_rank`, which is absent for the first one.
     """
 
@@ -83,6 +85,10 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     shard_state: str | None = None
     num_chunks: int | None = None
     num_tokens: int | None = None
+    num_steps: int | None = None
+    num_drafted: int | None = None
+    num_accepted: int | None = None
+    accepted_at: tuple[int, ...] = ()
     layer: int | None = None
     role: str | None = None
     source_rank: int | None = None

@@ -9,6 +9,7 @@ import msgspec
 
 from contracts.codec import Versioned
 from contracts.errors import ErrorInfo
+from contracts.guesses import Guesses
 from contracts.ids import Token
 from contracts.manifest import Namespace, Role
 from contracts.numbers import Milliseconds, Whole
@@ -267,16 +268,21 @@ class Released(Versioned, frozen=True, kw_only=True, tag="released", omit_defaul
     """A worker's answer to a release: it holds nothing of the handoff any more.
 
     `response_rpc_ms` is how long the broker took to answer the prefill worker's report of the first token. A mixed worker that is
-    released after the first token, but before the request's end, says with `prompt` what that took.
+    released after the first token, but before the request's end, says with `prompt` what that took. With `guesses` one that has
+    guessed tokens for the request says what came of it.
     """
 
     handoff_id: Token
     response_rpc_ms: float | None = None
     prompt: PromptTimes | None = None
+    guesses: Guesses | None = None
 
 
 class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
-    """Decode or mixed to broker: no more tokens will come. `prompt` comes from a mixed worker that has computed it."""
+    """Decode or mixed to broker: no more tokens will come.
+
+    `prompt` comes from a mixed worker that has computed it, `guesses` from one that has guessed tokens.
+    """
 
     handoff_id: Token
     incarnation: Token
@@ -284,6 +290,7 @@ class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     prompt: PromptTimes | None = None
+    guesses: Guesses | None = None
 
 
 class HandoffState(StrEnum):

@@ -134,13 +134,14 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One text, whole or the next piece of it."""
+    """One text, whole or the next piece of it. A piece says of how many tokens it is where these are more than one, in `num_tokens`."""
 
     index: int
     text: str
     logprobs: None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    num_tokens: int | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,13 +192,14 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The next piece of one choice."""
+    """The next piece of one choice. It says of how many tokens it is where these are more than one, in `num_tokens`."""
 
     index: int
     delta: Delta
     logprobs: None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    num_tokens: int | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):

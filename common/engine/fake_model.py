@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from common.layout.context_parallel import check_group
 from common.layout.heads import even_shard, num_replicas
 from common.layout.shape import CacheShape, LayerType
@@ -29,6 +31,8 @@ def fake_shape(*, block_size: int = 16, num_blocks: int = 1, num_slots: int = 1)
 
 class FakeModel:
     """Says what can be cut, as `common.engine.config.ModelConfig` does for a real one."""
+
+    num_mtp_layers: Final = 1
 
     def __init__(self) -> None:
         self._shape = fake_shape()

@@ -71,13 +71,19 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step gave: the tokens of the sampling rank, and when each rank computed (host monotonic ns)."""
+    """What one step gave: the tokens of the sampling rank, and when each rank computed (host monotonic ns).
+
+    `draft_ns` of the time went into guesses, on the slowest rank. `num_drafts` says for each item of the plan how many guesses the
+    step verified; it is empty where there were none.
+    """
 
     step: int
     tokens: tuple[SampledToken, ...]
     started_ns: int
     ended_ns: int
     layer_started_ns: tuple[tuple[int, ...], ...]
+    draft_ns: int = 0
+    num_drafts: tuple[int, ...] = ()
 
 
 class PullResult(msgspec.Struct, frozen=True, kw_only=True):

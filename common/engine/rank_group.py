@@ -208,6 +208,8 @@ class RankGroup:
             layer_started_ns=tuple(answer.layer_started_ns for answer in answers)
             if any(answer.layer_started_ns for answer in answers)
             else (),
+            draft_ns=max(answer.draft_ns for answer in answers),
+            num_drafts=answers[0].num_drafts,
         )
 
     async def digest(self, seq: int, side: PeerSide, start: int, end: int) -> tuple[PartDigest, ...]:

@@ -32,8 +32,7 @@ def run_worker(kind: type[WorkerService], argv: list[str]) -> int:
     """Run a worker of one role to its end; returns the process's exit status."""
     try:
         settings = load_worker_settings(kind.role, argv).value
-        rows = settings.staging_rows_of(kind.role)
-        check_cache_fits(settings, available_memory(), num_staging_rows=rows)
+        check_cache_fits(settings, kind.role, available_memory())
     except SettingsError as error:
         print(error.message, file=sys.stderr)
         return EXIT_SETTINGS
@@ -75,7 +74,7 @@ async def _start(
     admin = AdminServer(routes, host=settings.admin_host, port=settings.admin_port)
     lifecycle.on_close("admin", admin.close)
     log.info("admin_port_opened", port=await admin.start())
-    engines = make_engines(settings, incarnation, clock, num_staging_rows=settings.staging_rows_of(kind.role))
+    engines = make_engines(settings, kind.role, incarnation, clock)
     progress = []
     for dp_rank, engine in enumerate(engines):
         lifecycle.on_close(f"engine-{dp_rank}", engine.stop)

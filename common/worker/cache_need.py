@@ -15,6 +15,8 @@ from common.runtime.settings import SettingsError, SettingsProblem
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.manifest import Coordinates, Dtype, Role
+from contracts.rank import DrafterKind
+from contracts.workers import WorkerRole
 
 _PAGED: Final = frozenset({Role.KEY, Role.VALUE})
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -33,8 +35,8 @@ class CacheNeed(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes: int
 
 
-def cache_need(settings: WorkerSettings, *, num_staging_rows: int = 0) -> CacheNeed | None:
-    """What a worker of these settings would allocate; None for an engine that allocates nothing.
+def cache_need(settings: WorkerSettings, role: WorkerRole) -> CacheNeed | None:
+    """What a worker of `role` with these settings would allocate; None for an engine that allocates nothing.
 
     Raises `InvalidValueError` for a checkpoint that cannot be read or a cut that is not legal.
     """
@@ -46,7 +48,11 @@ def cache_need(settings: WorkerSettings, *, num_staging_rows: int = 0) -> CacheN
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         num_slots=settings.num_slots,
+        num_speculative_tokens=settings.depth_of(role),
+        keeps_draft=settings.drafter_of(role) is DrafterKind.MTP,
+        draft_whole=settings.mtp_draft_body_tp1,
     )
+    num_staging_rows = settings.staging_rows_of(role)
     num_bytes = block_bytes = slot_bytes = row_bytes = 0
     for rank in range(settings.tp):
         at = Coordinates(tp_rank=rank, tp_size=settings.tp, dcp_rank=rank % settings.dcp, dcp_size=settings.dcp)
@@ -66,25 +72,28 @@ def cache_need(settings: WorkerSettings, *, num_staging_rows: int = 0) -> CacheN
     )
 
 
-def check_cache_fits(settings: WorkerSettings, memory: HostMemory | None, *, num_staging_rows: int = 0) -> None:
+def check_cache_fits(settings: WorkerSettings, role: WorkerRole, memory: HostMemory | None) -> None:
     """Raise `SettingsError` when the caches are more than `memory` holds: it names the setting that is too large, and by how much.
 
     A checkpoint that cannot be read and an illegal cut are left to the ranks, which check more of them; and so is a machine of
     which nothing is known.
     """
     try:
-        need = cache_need(settings, num_staging_rows=num_staging_rows)
+        need = cache_need(settings, role)
     except InvalidValueError:
         return
     if need is None or memory is None or need.num_bytes <= memory.num_bytes:
         return
+    num_staging_rows = settings.staging_rows_of(role)
     # Unless it is said how many there are, a row comes with each slot.
     rows_alone = num_staging_rows if settings.num_staging_rows else 0
     slot_bytes = need.slot_bytes + (need.row_bytes if num_staging_rows and not rows_alone else 0)
     all_slots = settings.num_slots * slot_bytes + rows_alone * need.row_bytes
     if all_slots + need.block_bytes > memory.num_bytes:
         left = memory.num_bytes - need.block_bytes - rows_alone * need.row_bytes
-        key, most, others = "num_slots", left // slot_bytes, "num_staging_rows, it or dp" if rows_alone else "it or dp"
+        levers = (("num_staging_rows", rows_alone), ("num_speculative_tokens", settings.depth_of(role)))
+        others = ", ".join([*(name for name, is_used in levers if is_used), "it"]) + " or dp"
+        key, most = "num_slots", left // slot_bytes
     else:
         key, most, others = "num_blocks", (memory.num_bytes - all_slots) // need.block_bytes, "it, num_slots or dp"
     rule = (

@@ -15,7 +15,7 @@ from common.worker.core.scheduler import Produced, Scheduler
 from common.worker.core.sequence import Sequence, SequenceState
 from contracts.errors import ErrorInfo
 from contracts.handoff import PartDigest
-from contracts.rank import BindSequence, ExtendSequences, Extension, PeerSide, StepPlan
+from contracts.rank import BindSequence, ExtendSequences, Extension, PeerSide, StepItem, StepPlan
 
 _MAX_LOOKS: Final = 4
 """How often quarantined memory is looked after before nobody counts on it any more."""
@@ -27,6 +27,22 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     plan: StepPlan
     result: StepResult
     produced: tuple[Produced, ...]
+
+    @property
+    def num_drafts(self) -> dict[int, int]:
+        """Guesses that were verified, by sequence."""
+        return {item.seq: count for item, count in self._counted}
+
+    @property
+    def num_computed(self) -> tuple[int, ...]:
+        """Tokens that were computed for each item: of guesses the plan says only how many there may be."""
+        return tuple(
+            item.num_tokens if item.token_ids and not item.bootstrap else 1 + count for item, count in self._counted
+        )
+
+    @property
+    def _counted(self) -> zip[tuple[StepItem, int]]:
+        return zip(self.plan.items, self.result.num_drafts or (0,) * len(self.plan.items), strict=True)
 
 
 class StepObserver(Protocol):

@@ -14,15 +14,12 @@ from common.runtime.clock import Clock
 from common.worker.replica import StartedEngine
 from common.worker.settings import EngineKind, WorkerSettings
 from contracts.rank import StartRank
+from contracts.workers import WorkerRole
 
 
-def make_engines(
-    settings: WorkerSettings, incarnation: str, clock: Clock, *, num_staging_rows: int = 0
-) -> tuple[Engine, ...]:
-    """Engines that have not been started, in the order of their dp rank."""
-    return tuple(
-        _make_engine(settings, incarnation, clock, dp_rank, num_staging_rows) for dp_rank in range(settings.dp)
-    )
+def make_engines(settings: WorkerSettings, role: WorkerRole, incarnation: str, clock: Clock) -> tuple[Engine, ...]:
+    """Engines of a worker of `role` that have not been started, in the order of their dp rank."""
+    return tuple(_make_engine(settings, role, incarnation, clock, dp_rank) for dp_rank in range(settings.dp))
 
 
 async def start_engines(engines: Sequence[Engine]) -> tuple[StartedEngine, ...]:
@@ -34,14 +31,10 @@ async def start_engines(engines: Sequence[Engine]) -> tuple[StartedEngine, ...]:
     )
 
 
-def _make_engine(
-    settings: WorkerSettings, incarnation: str, clock: Clock, dp_rank: int, num_staging_rows: int
-) -> Engine:
+def _make_engine(settings: WorkerSettings, role: WorkerRole, incarnation: str, clock: Clock, dp_rank: int) -> Engine:
     match settings.engine:
         case EngineKind.RANKS:
-            starts = tuple(
-                _start_of(settings, incarnation, dp_rank, rank, num_staging_rows) for rank in range(settings.tp)
-            )
+            starts = tuple(_start_of(settings, role, incarnation, dp_rank, rank) for rank in range(settings.tp))
             return RankGroup(starts, ProcessLauncher())
         case EngineKind.FAKE:
             return FakeEngine(
@@ -55,13 +48,13 @@ def _make_engine(
                 block_size=settings.block_size,
                 num_blocks=settings.num_blocks,
                 num_slots=settings.num_slots,
-                num_staging_rows=num_staging_rows,
+                num_staging_rows=settings.staging_rows_of(role),
             )
         case _:
             assert_never(settings.engine)
 
 
-def _start_of(settings: WorkerSettings, incarnation: str, dp_rank: int, rank: int, num_staging_rows: int) -> StartRank:
+def _start_of(settings: WorkerSettings, role: WorkerRole, incarnation: str, dp_rank: int, rank: int) -> StartRank:
     return StartRank(
         worker_id=settings.worker_id,
         incarnation=incarnation,
@@ -74,11 +67,14 @@ def _start_of(settings: WorkerSettings, incarnation: str, dp_rank: int, rank: in
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         num_slots=settings.num_slots,
-        num_staging_rows=num_staging_rows,
+        num_staging_rows=settings.staging_rows_of(role),
         max_step_tokens=settings.max_step_tokens,
         max_step_sequences=settings.num_slots,
         dtype=settings.dtype,
         device=settings.device,
+        drafter=settings.drafter_of(role),
+        num_speculative_tokens=settings.depth_of(role),
+        mtp_draft_body_tp1=settings.mtp_draft_body_tp1,
         collectives=settings.collectives,
         collective_timeout_ms=settings.collective_timeout_ms,
         transport=settings.transport,

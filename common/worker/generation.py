@@ -6,35 +6,51 @@ from common.runtime.trace import within
 from common.worker.core.scheduler import Produced
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
-from common.worker.service import WorkerService
+from common.worker.guess_metrics import GuessMetrics
+from common.worker.service import WorkerParts, WorkerService
 from contracts.errors import ErrorInfo
-from contracts.handoff import RequestEnded
+from contracts.handoff import Released, RequestEnded
 from contracts.requests import FinishReason
 
 
 class GeneratingService(WorkerService):
     """Base of the decode and the mixed worker."""
 
+    def __init__(self, parts: WorkerParts) -> None:
+        super().__init__(parts)
+        self._guesses = GuessMetrics(parts.metrics, depth=self.effective.num_speculative_tokens)
+
     async def stepped(self, outcome: StepOutcome) -> None:
         """Stream the step's tokens, and end the sequences that they finish."""
         self.work.count(outcome)
+        self._guesses.count(outcome)
+        num_drafts = outcome.num_drafts
         for produced in outcome.produced:
             sequence = self.table.by_seq(produced.seq)
             if sequence is None:
                 continue
+            sequence.guesses.add(num_drafts[produced.seq], len(produced.token_ids) - 1)
             with within(sequence.trace):
                 await self.token_produced(sequence, outcome)
                 await self._stream(sequence, produced)
 
     async def _stream(self, sequence: Sequence, produced: Produced) -> None:
-        """Send tokens on, up to the one that ends the sequence: what was computed behind it is forgotten."""
-        for num_output_tokens, token in enumerate(produced.token_ids, produced.num_output_tokens + 1):
+        """Send a step's tokens on, up to the one that ends the sequence: what was computed behind it is forgotten."""
+        for count, token in enumerate(produced.token_ids, 1):
+            num_output_tokens = produced.num_output_tokens + count
             reason = sequence.finish_reason(token, num_output_tokens, self.info.eos_token_ids)
             if reason is not None:
                 del sequence.output_ids[num_output_tokens:]
-                await self.finish(sequence, token=token, finish_reason=reason)
+                await self.finish(sequence, token_ids=produced.token_ids[:count], finish_reason=reason)
                 return
-            await self.tokens.add(sequence, token)
+        await self.tokens.add(sequence, produced.token_ids)
+
+    def release_answer(self, handoff_id: str) -> Released:
+        """See `WorkerService.release_answer`."""
+        sequence = self.table.get(handoff_id)
+        if sequence is None:
+            return Released(handoff_id=handoff_id)
+        return Released(handoff_id=handoff_id, prompt=sequence.prompt_times, guesses=sequence.guesses.told)
 
     async def token_produced(self, sequence: Sequence, outcome: StepOutcome) -> None:
         """Roles note here what they measure; called before the token is streamed."""
@@ -55,7 +71,7 @@ class GeneratingService(WorkerService):
         self,
         sequence: Sequence,
         *,
-        token: int | None = None,
+        token_ids: tuple[int, ...] = (),
         finish_reason: FinishReason | None = None,
         error: ErrorInfo | None = None,
     ) -> None:
@@ -65,7 +81,7 @@ class GeneratingService(WorkerService):
         sequence.outcome = str(finish_reason if error is None else error.code)
 
         async def wind_up() -> None:
-            await self.tokens.end(sequence, deadline, token=token, finish_reason=finish_reason, error=error)
+            await self.tokens.end(sequence, deadline, token_ids=token_ids, finish_reason=finish_reason, error=error)
             await self.end(sequence.handoff_id)
             ended = RequestEnded(
                 handoff_id=sequence.handoff_id,
@@ -74,6 +90,7 @@ class GeneratingService(WorkerService):
                 finish_reason=finish_reason,
                 error=error,
                 prompt=sequence.prompt_times,
+                guesses=sequence.guesses.told,
             )
             await self.broker.deliver(ended, deadline)
             self.log.info(
@@ -84,6 +101,10 @@ class GeneratingService(WorkerService):
                 num_tokens=sequence.num_generated_tokens,
                 finish_reason=finish_reason,
                 error_code=None if error is None else error.code,
+                num_steps=sequence.guesses.num_steps,
+                num_drafted=sequence.guesses.num_drafted,
+                num_accepted=sequence.guesses.num_accepted,
+                accepted_at=sequence.guesses.accepted_at,
             )
 
         await self.reports.start(wind_up)

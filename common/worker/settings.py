@@ -16,12 +16,15 @@ from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from contracts.manifest import Role
 from contracts.pull import Transfer
-from contracts.rank import CollectivesKind
+from contracts.rank import CollectivesKind, DrafterKind
 from contracts.workers import MAX_REPLICAS, WorkerRole
 
 _STATES: Final = (Role.CONV, Role.SSM)
 DEFAULT_TRANSPORT_HOST: Final = "127.0.0.1"
 MAX_STAGING_ROWS: Final = 1 << 16
+MAX_SPECULATIVE_TOKENS: Final = 8
+ARRIVAL: Final = "arrival"
+MTP: Final = "mtp"
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]
 
 
@@ -92,6 +95,24 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Mixed: allows chunked_prefill with dcp, whose answers may differ in bits from those of dcp=1."""
     mix_batch: bool = True
     """Whether prompts and decoding share steps; with dcp they never do."""
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_SPECULATIVE_TOKENS)] = 0
+    """Tokens guessed for each sequence and verified in one step, 0 to 8; prefill guesses none, but keeps the draft head's cache for those who do."""
+    drafter: Literal["mtp", "ngram"] = "mtp"
+    """Who guesses, with num_speculative_tokens: the checkpoint's draft head, or a look-up of what stood before in the same text."""
+    mtp_draft_body_tp1: bool = False
+    """With drafter=mtp: whether each rank computes the draft head's layer whole and keeps its whole cache, instead of its share."""
+    graph: bool = False
+    """Whether steps are captured once and replayed; not possible yet."""
+    graph_double_buffer: bool = False
+    """Whether captured steps have two sets of buffers; never possible."""
+    decode_no_padding: bool = False
+    """Whether captured steps are replayed without padding; not possible yet: steps that are not captured have none."""
+    prefix_cache: bool = False
+    """Whether the cache of a prompt is kept for those that begin alike; not possible yet."""
+    schedule_overlap: bool = False
+    """Whether a step is planned while the one before is computed; not possible yet."""
+    priority_strategy: str = ARRIVAL
+    """By what requests go first; nothing but arrival is possible yet."""
     max_waiting: Count = 256
     """Sequences that may wait for memory; one more is refused."""
     reserve_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 4.0
@@ -159,6 +180,16 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def pulled(self) -> tuple[Role, ...]:
         """The roles that a decode worker reads itself."""
         return self.pull.roles if self.transfer is Transfer.PULL else ()
+
+    def drafter_of(self, role: WorkerRole) -> DrafterKind:
+        """Who guesses on a worker of this role. A prefill worker guesses nothing: it has the draft head alone, for its cache."""
+        if not self.num_speculative_tokens or (role is WorkerRole.PREFILL and self.drafter != MTP):
+            return DrafterKind.NONE
+        return DrafterKind(self.drafter)
+
+    def depth_of(self, role: WorkerRole) -> int:
+        """Tokens that a worker of this role guesses at most for a sequence; its states have so many rows more than one."""
+        return 0 if role is WorkerRole.PREFILL else self.num_speculative_tokens
 
     def staging_rows_of(self, role: WorkerRole) -> int:
         """Staging rows of each rank of a worker of this role."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,12 +51,12 @@ class TokenStream:
         """Streams that have ended, and whose router has not said that it has their end."""
         return len(self._ended)
 
-    async def add(self, sequence: Sequence, token: int) -> None:
-        """Take a token of a sequence that goes on, and send what is due."""
+    async def add(self, sequence: Sequence, token_ids: Iterable[int]) -> None:
+        """Take the tokens that a step gave a sequence that goes on, and send what is due. They leave together."""
         stream = self._streams.setdefault(sequence.handoff_id, _Stream(_tokens_of(sequence)))
         tokens = stream.tokens
         tokens.num_cached_tokens = sequence.num_cached_tokens
-        tokens.add(token)
+        tokens.add(token_ids)
         now = self._clock.monotonic()
         due = (
             tokens.is_silent or tokens.num_waiting >= MAX_FRAME_TOKENS or now - stream.last_sent_at >= MAX_FRAME_WAIT_S
@@ -68,16 +69,15 @@ class TokenStream:
         sequence: Sequence,
         deadline: Deadline,
         *,
-        token: int | None = None,
+        token_ids: Iterable[int] = (),
         finish_reason: FinishReason | None = None,
         error: ErrorInfo | None = None,
     ) -> None:
-        """Send what waits, the last token, and the end. Tries again until the deadline."""
+        """Send what waits, the last tokens, and the end. Tries again until the deadline."""
         stream = self._streams.pop(sequence.handoff_id, None)
         tokens = _tokens_of(sequence) if stream is None else stream.tokens
         tokens.num_cached_tokens = sequence.num_cached_tokens
-        if token is not None:
-            tokens.add(token)
+        tokens.add(token_ids)
         tokens.end(finish_reason, error)
         self._ended.keep(sequence.handoff_id, tokens, until=deadline.at)
         while (sent := await self._send(tokens, sequence)) is None or not sent.final:

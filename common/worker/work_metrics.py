@@ -38,7 +38,7 @@ class WorkMetrics:
             "worker_prefilled_tokens_total", "Prompt tokens computed, and output computed again after a preemption."
         )
         self._decoded = metrics.counter(
-            "worker_decoded_tokens_total", "Tokens computed one at a time, after the prompt."
+            "worker_decoded_tokens_total", "Tokens computed after the prompt, guesses with them."
         )
         self._step_seconds = metrics.histogram(
             "worker_step_seconds", "Duration of one step on the sampling rank.", buckets=PHASE_BUCKETS
@@ -109,7 +109,7 @@ class WorkMetrics:
             if sequence is not None and item.start < sequence.num_prompt_tokens + sequence.num_recomputed_tokens:
                 prompts.append(item)
         num_prefilled = sum(item.num_tokens for item in prompts)
-        num_tokens = sum(item.num_tokens for item in outcome.plan.items)
+        num_tokens = sum(outcome.num_computed)
         self.num_prefilled_tokens += num_prefilled
         self._prefilled.inc(num_prefilled)
         self._decoded.inc(num_tokens - num_prefilled)

@@ -216,6 +216,7 @@ class Performer:
                 rpc_ms=(now_ns - began_ns) / 1e6,
                 response_rpc_ms=answer.response_rpc_ms if isinstance(answer, Released) else None,
                 prompt=answer.prompt if isinstance(answer, Released) else None,
+                guesses=answer.guesses if isinstance(answer, Released) else None,
             )
         )
 

@@ -29,6 +29,7 @@ from contracts.handoff import (
     ReserveDecode,
     TakenOver,
 )
+from contracts.rank import DrafterKind
 from contracts.requests import Accepted
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
@@ -265,6 +266,11 @@ class DecodeService(GeneratingService):
             sequence.num_computed = sequence.num_prompt_tokens
             sequence.num_cached_tokens = command.num_cached_tokens
             sequence.pending_token = command.first_token
+            by_head = self.effective.drafter is DrafterKind.MTP
+            sequence.bootstrap = by_head and command.drafts
+            sequence.is_guessed = (
+                command.drafts or not by_head
+            )  # a draft head guesses nothing without the whole of its cache
             sequence.output_ids.append(command.first_token)
             replica = self.replicas.of(sequence)
             replica.scheduler.start(sequence)
@@ -272,7 +278,7 @@ class DecodeService(GeneratingService):
             self._takeovers[sequence.handoff_id] = takeover
             replica.loop.wake()
             takeover.ready_ns = self.clock.monotonic_ns()
-            await self.tokens.add(sequence, command.first_token)
+            await self.tokens.add(sequence, (command.first_token,))
             takeover.sent_ns = self.clock.monotonic_ns()
         return Accepted(handoff_id=command.handoff_id)
 

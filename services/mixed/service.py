@@ -12,7 +12,7 @@ from common.worker.engine_loop import StepOutcome
 from common.worker.generation import GeneratingService
 from contracts.codec import decode
 from contracts.events import EventName
-from contracts.handoff import Released, RunMixed
+from contracts.handoff import RunMixed
 from contracts.requests import Accepted
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
@@ -41,10 +41,10 @@ class MixedService(GeneratingService):
             replica.loop.wake()
         return Accepted(handoff_id=command.handoff_id)
 
-    def release_answer(self, handoff_id: str) -> Released:
-        """See `WorkerService.release_answer`."""
-        sequence = self.table.get(handoff_id)
-        return Released(handoff_id=handoff_id, prompt=None if sequence is None else sequence.prompt_times)
+    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
+        """See `WorkerService.end`."""
+        self._runs.pop(handoff_id, None)
+        await super().end(handoff_id, tombstone=tombstone)
 
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins; not when it is computed again."""

@@ -207,7 +207,7 @@ class PrefillService(WorkerService):
         )
         self.report(prefill.finished, deadline, answered=answered)
         if reason is not None:
-            end = partial(self.tokens.end, sequence, deadline, token=token, finish_reason=reason)
+            end = partial(self.tokens.end, sequence, deadline, token_ids=(token,), finish_reason=reason)
             await self.reports.start(end)
 
     async def _digests(self, sequence: Sequence, prefill: Prefill) -> tuple[PartDigest, ...]:

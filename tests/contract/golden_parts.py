@@ -9,6 +9,7 @@ import msgspec
 from contracts import handoff, pull, rank, requests
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import ErrorCode, ErrorInfo
+from contracts.guesses import Guesses
 from contracts.manifest import (
     CacheDtypes,
     Coordinates,
@@ -25,6 +26,7 @@ from contracts.manifest import (
 from contracts.trace import TraceContext
 
 ERROR: Final = ErrorInfo(code=ErrorCode.OVERLOADED, message="no room", param="max_tokens")
+GUESSES: Final = Guesses(num_steps=30, drafted=(11, 9), accepted=(7, 3))
 PROMPT_TIMES: Final = handoff.PromptTimes(queue_ms=1.5, compute_ms=20.25)
 SAMPLING: Final = requests.SamplingParams(
     max_tokens=64, seed=7, temperature=0.5, top_p=0.9, top_k=40, min_tokens=2, ignore_eos=True

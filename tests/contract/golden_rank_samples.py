@@ -88,6 +88,8 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         started_ns=100,
         ended_ns=200,
         layer_started_ns=(100, 150),
+        draft_ns=40,
+        num_drafts=(3,),
         error=ERROR,
     ),
     rank.PartPushed(

@@ -37,7 +37,7 @@ def memory(num_bytes: int) -> HostMemory:
 
 def needed(worker: WorkerSettings) -> int:
     """What its caches take."""
-    need = cache_need(worker)
+    need = cache_need(worker, WorkerRole.DECODE)
     assert need is not None
     return need.num_bytes
 
@@ -45,7 +45,7 @@ def needed(worker: WorkerSettings) -> int:
 def refusal(worker: WorkerSettings, available: int) -> SettingsProblem:
     """Why it is refused."""
     with pytest.raises(SettingsError) as error:
-        check_cache_fits(worker, memory(available))
+        check_cache_fits(worker, WorkerRole.DECODE, memory(available))
     (problem,) = error.value.problems
     return problem
 
@@ -67,7 +67,7 @@ def test_ranks_that_share_a_sequence_keep_as_many_blocks_each() -> None:
 def test_what_fits_to_the_byte_is_let_in_and_one_more_is_not(transport: Transport) -> None:
     """Alike for both transports: a region is memory of this host either way."""
     worker = settings(tp=2, dp=2, transport=transport)
-    check_cache_fits(worker, memory(needed(worker)))
+    check_cache_fits(worker, WorkerRole.DECODE, memory(needed(worker)))
     assert refusal(worker, needed(worker) - 1).key == "num_blocks"
 
 
@@ -90,15 +90,17 @@ def test_the_number_that_it_names_fits(key: str) -> None:
     assert problem.key == key
     most = int(problem.rule.removeprefix("at most about ").partition(":")[0])
     assert most > 64
-    check_cache_fits(settings(**{key: most - 16, "max_step_tokens": 4_000_000}, tp=2), memory(64 * 1024**2))
+    check_cache_fits(
+        settings(**{key: most - 16, "max_step_tokens": 4_000_000}, tp=2), WorkerRole.DECODE, memory(64 * 1024**2)
+    )
 
 
 def test_nothing_is_refused_that_allocates_nothing_or_that_others_judge() -> None:
     """A fake engine, a checkpoint that is not there, an illegal cut, a machine that says nothing of its memory."""
-    check_cache_fits(settings(engine=EngineKind.FAKE), memory(0))
-    check_cache_fits(settings(model=Path("/nowhere")), memory(0))
-    check_cache_fits(settings(tp=7), memory(0))
-    check_cache_fits(settings(), None)
+    check_cache_fits(settings(engine=EngineKind.FAKE), WorkerRole.DECODE, memory(0))
+    check_cache_fits(settings(model=Path("/nowhere")), WorkerRole.DECODE, memory(0))
+    check_cache_fits(settings(tp=7), WorkerRole.DECODE, memory(0))
+    check_cache_fits(settings(), WorkerRole.DECODE, None)
 
 
 def test_a_worker_beyond_the_machine_exits_as_for_every_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,19 +116,19 @@ def test_staging_rows_of_a_worker_that_pulls_count(rows: int) -> None:
     worker = settings(tp=2, transfer=Transfer.PULL, num_staging_rows=rows)
     num_rows = worker.staging_rows_of(WorkerRole.DECODE)
     assert num_rows == (rows or 8)
-    need, without = cache_need(worker, num_staging_rows=num_rows), cache_need(worker)
+    need, without = cache_need(worker, WorkerRole.DECODE), cache_need(worker, WorkerRole.MIXED)
     assert need is not None
     assert without is not None
     assert need.num_bytes - without.num_bytes == num_rows * need.row_bytes > 0
-    check_cache_fits(worker, memory(need.num_bytes), num_staging_rows=num_rows)
+    check_cache_fits(worker, WorkerRole.DECODE, memory(need.num_bytes))
     with pytest.raises(SettingsError) as caught:
-        check_cache_fits(worker, memory(need.num_bytes - 1), num_staging_rows=num_rows)
+        check_cache_fits(worker, WorkerRole.DECODE, memory(need.num_bytes - 1))
     (problem,) = caught.value.problems
     assert problem.key == "num_blocks"
     assert _most(problem) == 63
     small = need.num_bytes - 65 * need.block_bytes
     with pytest.raises(SettingsError) as caught:
-        check_cache_fits(worker, memory(small), num_staging_rows=num_rows)
+        check_cache_fits(worker, WorkerRole.DECODE, memory(small))
     (problem,) = caught.value.problems
     assert problem.key == "num_slots"
     assert _most(problem) == 7

@@ -23,6 +23,7 @@ from common.worker.cache_need import cache_need
 from common.worker.settings import WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.manifest import Dtype
+from contracts.workers import WorkerRole
 from services.launcher.app import EXIT_CLEAN, EXIT_SETTINGS, run
 from services.launcher.arguments import SHIPPED_MODEL
 from services.launcher.core.byte_size import read_size, shown_size
@@ -177,7 +178,7 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(tp: int, dcp: int, per_r
             num_slots=num_slots,
             max_step_tokens=9999,
         )
-        need = cache_need(settings)
+        need = cache_need(settings, WorkerRole.DECODE)
         assert need is not None
         return need.num_bytes // tp + worker.ranks[0].weight_bytes
 

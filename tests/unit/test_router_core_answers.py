@@ -53,13 +53,17 @@ def completion(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_chunks_of_a_chat() -> None:
-    """The role comes with the first text, empty text at the end is left out, ids and usage come if they were asked for."""
+    """The role comes with the first text, empty text at the end is left out, ids and usage come if they were asked for.
+
+    A chunk of several tokens says how many they are.
+    """
     plain = writer(chat=True)
     first = {
         "index": 1,
         "delta": {"role": "assistant", "content": "Hi"},
         "logprobs": None,
         "finish_reason": None,
+        "num_tokens": 2,
     }
     assert told(plain.chunk(FIRST)) == chat_chunk(first)
     empty = {"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": None}
@@ -70,9 +74,9 @@ def test_chunks_of_a_chat() -> None:
 
 
 def test_chunks_of_a_completion() -> None:
-    """Text, even when it is empty."""
+    """Text, even when it is empty; how many tokens it is of where these are several."""
     plain = writer(chat=False)
-    first = {"index": 1, "text": "Hi", "logprobs": None, "finish_reason": None}
+    first = {"index": 1, "text": "Hi", "logprobs": None, "finish_reason": None, "num_tokens": 2}
     assert told(plain.chunk(FIRST)) == completion(first)
     last = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "token_ids": [9]}
     assert told(writer(chat=False, ids=True).chunk(LAST, usage=USAGE)) == completion(last, usage=TOLD_USAGE)

@@ -21,7 +21,7 @@ from common.worker.settings import EngineKind, PulledRoles, WorkerSettings
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.pull import Transfer
-from contracts.rank import CollectivesKind
+from contracts.rank import CollectivesKind, DrafterKind
 from contracts.workers import WorkerRole
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -51,6 +51,30 @@ MOVES: dict[str, tuple[Any, ...]] = {
     "transport_advertise_host": ("", "node-1"),
     "max_step_tokens": (512, 31),
 }
+GUESSES: dict[str, tuple[Any, ...]] = {
+    "role": tuple(WorkerRole),
+    "tp, dcp": ((1, 1), (2, 1), (4, 2)),
+    "chunked_prefill": (False,),
+    "num_speculative_tokens": (0, 1, 3, 8),
+    "drafter": ("mtp", "ngram"),
+    "mtp_draft_body_tp1": (False, True),
+    "max_step_tokens": (4, 9),
+    "num_slots": (4,),
+    "num_mtp_layers": (0, 1),
+    "transfer": tuple(Transfer),
+}
+LATER: dict[str, tuple[Any, ...]] = {
+    "role": tuple(WorkerRole),
+    "tp, dcp": ((1, 1), (4, 2)),
+    "chunked_prefill": (False,),
+    "graph": (False, True),
+    "graph_double_buffer": (False, True),
+    "decode_no_padding": (False, True),
+    "prefix_cache": (False, True),
+    "schedule_overlap": (False, True),
+    "priority_strategy": ("arrival", "deadline"),
+}
+NOT_BUILT = ("graph", "decode_no_padding", "prefix_cache", "schedule_overlap")
 SIZES: dict[str, tuple[Any, ...]] = {
     "role": tuple(WorkerRole),
     "tp, dcp": ((1, 1), (2, 1), (4, 2), (8, 4)),
@@ -87,6 +111,8 @@ def broken(row: dict[str, Any]) -> set[Rule]:
     pieces = computes and at["chunked_prefill"]
     pulls, tcp = at.get("transfer") == "pull", at.get("transport") == "tcp"
     host, advertised = at.get("transport_host", "127.0.0.1"), at.get("transport_advertise_host", "")
+    depth, drafter, whole = at.get("num_speculative_tokens", 0), at.get("drafter", "mtp"), at.get("mtp_draft_body_tp1")
+    later = any(at.get(key) for key in NOT_BUILT) or at.get("priority_strategy", "arrival") != "arrival"
     sentences = {
         Rule.TP: not cuts,
         Rule.DCP_ROLE: not decodes and dcp > 1,
@@ -94,7 +120,13 @@ def broken(row: dict[str, Any]) -> set[Rule]:
         Rule.DCP_CHUNKED: decodes and dcp > 1 and pieces and not at.get("experimental_dcp_chunked_prefill"),
         Rule.DCP_VALIDATED: decodes
         and dcp > 1
-        and (at.get("layerwise_kv_sharding") or at.get("device", "cpu") != "cpu"),
+        and (
+            at.get("layerwise_kv_sharding")
+            or at.get("device", "cpu") != "cpu"
+            or drafter != "mtp"
+            or later
+            or bool(at.get("graph_double_buffer"))
+        ),
         Rule.INTERLEAVE: at.get("dcp_interleave", 0) not in {0, at["block_size"]},
         Rule.LAYERWISE: bool(at.get("layerwise_kv_sharding")),
         Rule.DEVICE: at.get("device", "cpu") != "cpu",
@@ -104,6 +136,12 @@ def broken(row: dict[str, Any]) -> set[Rule]:
         and not pulls
         and (at.get("pull") == "all" or at.get("num_staging_rows", 0) > 0),
         Rule.STAGING_ROWS: role == "decode" and pulls and at.get("num_staging_rows", 0) > at["num_slots"],
+        Rule.NOT_BUILT: later,
+        Rule.DOUBLE_BUFFER: bool(at.get("graph_double_buffer")),
+        Rule.DRAFT_HEAD: depth > 0 and drafter == "mtp" and not at.get("num_mtp_layers", 1),
+        Rule.GUESSES_FIT: decodes and 1 + depth > at.get("max_step_tokens", 512),
+        Rule.GUESSING_ONLY: (depth == 0 and (drafter != "mtp" or whole)) or (drafter != "mtp" and whole),
+        Rule.DRAFT_SHARED: decodes and dcp > 1 and bool(whole),
         Rule.TCP_ONLY: not tcp and (host != "127.0.0.1" or advertised != ""),
         Rule.TCP_ADDRESS: tcp and (not host or (host == "0.0.0.0" and not advertised)),
     }
@@ -112,9 +150,11 @@ def broken(row: dict[str, Any]) -> set[Rule]:
 
 def wrong_rows(switches: dict[str, tuple[Any, ...]], role: WorkerRole) -> list[tuple[dict[str, Any], Any]]:
     """Rows of the table that are not judged as the sentences say."""
-    model, found = load_config(TINY), []
+    found = []
+    models = [msgspec.structs.replace(load_config(TINY), num_mtp_layers=count) for count in (0, 1)]
     for row in table(switches | {"role": (role,)}):
-        verdict = judge(settings(**{key: value for key, value in row.items() if key != "role"}), role, model)
+        made = settings(**{key: value for key, value in row.items() if key not in {"role", "num_mtp_layers"}})
+        verdict = judge(made, role, models[row.get("num_mtp_layers", 1)])
         named = {refusal.rule for refusal in verdict.refusals}
         is_told = all(refusal.key and refusal.text and refusal.remedy for refusal in verdict.refusals)
         if named != broken(row) or not is_told:
@@ -123,7 +163,11 @@ def wrong_rows(switches: dict[str, tuple[Any, ...]], role: WorkerRole) -> list[t
 
 
 @pytest.mark.parametrize("role", WorkerRole)
-@pytest.mark.parametrize("switches", [SWITCHES, MOVES, SIZES], ids=["context parallel", "moves", "sizes"])
+@pytest.mark.parametrize(
+    "switches",
+    [SWITCHES, MOVES, SIZES, GUESSES, LATER],
+    ids=["context parallel", "moves", "sizes", "guesses", "not built"],
+)
 def test_every_combination_starts_or_names_its_rules(switches: dict[str, tuple[Any, ...]], role: WorkerRole) -> None:
     """No combination starts that a sentence forbids, none is refused that no sentence forbids; each refusal says what to change."""
     assert wrong_rows(switches, role) == []
@@ -140,6 +184,7 @@ def test_a_rule_that_is_left_out_is_seen(hole: Any, monkeypatch: pytest.MonkeyPa
         "num_staging_rows": (0, 4),
         "transport_advertise_host": ("", "node-1"),
         "max_step_tokens": (512, 31),
+        "mtp_draft_body_tp1": (False, True),
     }
     assert wrong_rows(small, WorkerRole.MIXED) + wrong_rows(small, WorkerRole.DECODE)
 
@@ -148,21 +193,22 @@ def test_what_is_new_is_refused_with_dcp_until_it_is_shown_to_work() -> None:
     """A setting that the table of what works does not know may only have its default, whatever it is."""
 
     class Newer(WorkerSettings, frozen=True, kw_only=True):
-        graph: bool = False
+        tiles: bool = False
 
     made = [
-        Newer(worker_id="w", model=TINY, tp=4, dcp=dcp, graph=graph) for dcp, graph in product((1, 2), (False, True))
+        Newer(worker_id="w", model=TINY, tp=4, dcp=dcp, tiles=tiles) for dcp, tiles in product((1, 2), (False, True))
     ]
     verdicts = [judge(each, WorkerRole.DECODE, load_config(TINY)) for each in made]
-    assert [[refusal.key for refusal in verdict.refusals] for verdict in verdicts] == [[], [], [], ["graph"]]
+    assert [[refusal.key for refusal in verdict.refusals] for verdict in verdicts] == [[], [], [], ["tiles"]]
     assert verdicts[3].refusals[0].rule is Rule.DCP_VALIDATED
 
 
 def test_the_table_of_what_works_names_settings_that_exist() -> None:
-    """And only sharding by layers is left out today."""
+    """And only what is refused with and without dcp is left out today."""
     names = {field.name for field in msgspec.structs.fields(WorkerSettings)}
     assert WITH_DCP.keys() <= names
-    assert names - WITH_DCP.keys() == {"layerwise_kv_sharding"}
+    later = {"layerwise_kv_sharding", "graph_double_buffer", "priority_strategy", *NOT_BUILT}
+    assert names - WITH_DCP.keys() == later
 
 
 def test_both_remedies_of_the_experimental_gate_are_told_and_work() -> None:
@@ -240,3 +286,31 @@ def test_fake_engines_have_heads_of_their_own() -> None:
         model.check_context_parallel(2, 2)
     fake = settings(engine=EngineKind.FAKE, tp=8)
     assert [refusal.rule for refusal in judge_worker(fake, WorkerRole.DECODE).refusals] == [Rule.TP]
+
+
+def test_a_prefill_worker_keeps_the_draft_for_those_who_guess() -> None:
+    """One setting for all roles: decode and mixed guess, prefill has the draft head and no guesses; of an n-gram nothing is kept."""
+    for drafter, kept in (("mtp", DrafterKind.MTP), ("ngram", DrafterKind.NONE)):
+        made = settings(num_speculative_tokens=3, drafter=drafter)
+        effective = {role: effective_of(made, role) for role in WorkerRole}
+        assert {role: (each.num_speculative_tokens, each.drafter) for role, each in effective.items()} == {
+            WorkerRole.PREFILL: (0, kept),
+            WorkerRole.DECODE: (3, DrafterKind(drafter)),
+            WorkerRole.MIXED: (3, DrafterKind(drafter)),
+        }
+    told = judge_worker(settings(num_speculative_tokens=3), WorkerRole.PREFILL).resolved
+    assert [(each.key, each.value, each.effective, each.reason) for each in told] == [
+        (
+            "num_speculative_tokens",
+            3,
+            0,
+            "a prefill worker guesses nothing: it keeps the draft head's cache for those who do",
+        )
+    ]
+    told = judge_worker(settings(num_speculative_tokens=3, drafter="ngram"), WorkerRole.PREFILL).resolved
+    assert [(each.key, each.effective, each.reason) for each in told] == [
+        ("num_speculative_tokens", 0, "a prefill worker guesses nothing"),
+        ("drafter", "none", "a prefill worker has nothing to keep for an n-gram drafter"),
+    ]
+    assert judge_worker(settings(), WorkerRole.PREFILL).resolved == ()
+    assert effective_of(settings(), WorkerRole.MIXED).drafter is DrafterKind.NONE

@@ -13,7 +13,7 @@ def tokens(count: int) -> SentTokens:
     """A stream of tokens 100, 101, ..."""
     made = SentTokens(handoff_id="r1-0", request_id="r1", attempt=0)
     for number in range(count):
-        made.add(100 + number)
+        made.add((100 + number,))
     return made
 
 
@@ -60,8 +60,7 @@ def test_a_later_attempt_goes_on_behind_the_delivered_tokens() -> None:
     """Indices and the count are those of the whole request; what earlier attempts told is not this one's to tell, nor kept."""
     made = SentTokens(handoff_id="r1-1", request_id="r1", attempt=1, num_delivered_tokens=5)
     assert (made.is_silent, made.num_waiting, made.num_tokens, len(made)) == (True, 0, 5, 0)
-    made.add(105)
-    made.add(106)
+    made.add((105, 106))
     made.end(FinishReason.LENGTH, None)
     frame_of_all = made.frame(5)
     assert (frame_of_all.index, frame_of_all.token_ids, frame_of_all.final) == (5, (105, 106), True)

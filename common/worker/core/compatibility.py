@@ -5,7 +5,7 @@ Whatever has not been shown to work is refused: by a rule of its own, or by `dcp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Final, Protocol
 
@@ -13,7 +13,7 @@ import msgspec
 
 from common.worker.core.dcp_validated import not_validated
 from common.worker.core.effective import Resolved, is_prefill_chunked, resolved_of
-from common.worker.settings import DEFAULT_TRANSPORT_HOST, PulledRoles, WorkerSettings
+from common.worker.settings import ARRIVAL, DEFAULT_TRANSPORT_HOST, MTP, PulledRoles, WorkerSettings
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.pull import Transfer
@@ -22,10 +22,23 @@ from contracts.workers import WorkerRole
 DEVICES: Final = ("cpu",)
 _MOST_RANKS: Final = 64
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})
+_LATER: Final[Mapping[str, tuple[object, str]]] = {
+    "graph": (False, "steps are computed as they come"),
+    "decode_no_padding": (False, "nothing is captured, so nothing is padded"),
+    "prefix_cache": (False, "every prompt is computed from its beginning"),
+    "schedule_overlap": (False, "a step is planned when the one before has been computed"),
+    "priority_strategy": (ARRIVAL, "whoever came first goes first"),
+}
+"""Switches that are known and not built: the only value that they may have, and what is done instead."""
 
 
 class Cuttable(Protocol):
-    """What is asked of a model: over how many ranks it can be cut. Both raise `InvalidValueError` with the rule."""
+    """What is asked of a model: over how many ranks it can be cut (both checks raise `InvalidValueError` with the rule), and its draft head."""
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Layers of the draft head; 0 without one."""
+        ...
 
     def check_tensor_parallel(self, tp: int) -> None:
         """Refuse a number of ranks."""
@@ -46,9 +59,15 @@ class Rule(StrEnum):
     DCP_VALIDATED = "validated_with_dcp"
     INTERLEAVE = "interleave_is_one_block"
     LAYERWISE = "no_layerwise_kv_sharding"
+    NOT_BUILT = "not_built_yet"
+    DOUBLE_BUFFER = "no_graph_double_buffer"
     DEVICE = "device_is_known"
     STEP = "a_step_holds_every_sequence"
     WHOLE_PROMPTS = "whole_prompts_are_not_computed_again"
+    DRAFT_HEAD = "mtp_needs_a_draft_head"
+    GUESSES_FIT = "a_step_holds_a_token_and_its_guesses"
+    GUESSING_ONLY = "only_with_guesses"
+    DRAFT_SHARED = "dcp_ranks_share_the_draft_cache"
     PULL_ONLY = "only_with_pull"
     STAGING_ROWS = "a_staging_row_needs_a_slot"
     TCP_ONLY = "only_with_tcp"
@@ -160,6 +179,12 @@ def _not_built(case: _Case) -> Iterator[Refusal]:
         )
     if case.settings.device not in DEVICES:
         yield _refuse(case, Rule.DEVICE, "device", f"one of {', '.join(DEVICES)}", "leave it out")
+    for key, (only, instead) in _LATER.items():
+        if getattr(case.settings, key) != only:
+            yield _refuse(case, Rule.NOT_BUILT, key, f"{_shown(only)}: {instead}", "leave it out")
+    if case.settings.graph_double_buffer:
+        text = "0: a step is told what the one before has chosen, so that no two of them can be under way at once"
+        yield _refuse(case, Rule.DOUBLE_BUFFER, "graph_double_buffer", text, "leave it out")
 
 
 def _steps(case: _Case) -> Iterator[Refusal]:
@@ -171,6 +196,27 @@ def _steps(case: _Case) -> Iterator[Refusal]:
     if is_whole and settings.reserve_output_tokens:
         text = "0 without chunked_prefill: one that gave way is computed again with its answer, which may not fit into a step"
         yield _refuse(case, Rule.WHOLE_PROMPTS, "reserve_output_tokens", text, "leave it out, or set chunked_prefill=1")
+
+
+def _guessing(case: _Case) -> Iterator[Refusal]:
+    settings, depth = case.settings, case.settings.num_speculative_tokens
+    by_head = depth > 0 and settings.drafter == MTP
+    if depth and settings.depth_of(case.role) + 1 > settings.max_step_tokens:
+        text = f"below max_step_tokens = {settings.max_step_tokens}: a token and its guesses are verified in one step"
+        yield _refuse(case, Rule.GUESSES_FIT, "num_speculative_tokens", text, "lower it, or raise max_step_tokens")
+    if by_head and case.model is not None and not case.model.num_mtp_layers:
+        text = "ngram: the checkpoint has no draft head (mtp_num_hidden_layers is 0)"
+        remedy = "set drafter=ngram, or num_speculative_tokens=0, or take a checkpoint with a draft head"
+        yield _refuse(case, Rule.DRAFT_HEAD, "drafter", text, remedy)
+    if settings.drafter != MTP and not depth:
+        text = "only with num_speculative_tokens above 0: nothing is guessed here"
+        yield _refuse(case, Rule.GUESSING_ONLY, "drafter", text, "leave it out, or set num_speculative_tokens")
+    if settings.mtp_draft_body_tp1 and not by_head:
+        text = "only with num_speculative_tokens above 0 and drafter=mtp: there is no draft head here"
+        yield _refuse(case, Rule.GUESSING_ONLY, "mtp_draft_body_tp1", text, "leave it out, or let the draft head guess")
+    if settings.mtp_draft_body_tp1 and settings.dcp > 1 and case.role is not WorkerRole.PREFILL:
+        text = f"0 with dcp={settings.dcp}: ranks that share the blocks of a sequence share the draft's heads too"
+        yield _refuse(case, Rule.DRAFT_SHARED, "mtp_draft_body_tp1", text, "leave it out, or set dcp=1")
 
 
 def _pulling(case: _Case) -> Iterator[Refusal]:
@@ -218,6 +264,7 @@ _RULES: Final[tuple[Callable[[_Case], Iterator[Refusal]], ...]] = (
     _context_parallel,
     _not_built,
     _steps,
+    _guessing,
     _pulling,
     _addresses,
 )
@@ -234,9 +281,11 @@ def _cautions(case: _Case) -> Iterator[Caution]:
 
 
 def _refuse(case: _Case, rule: Rule, key: str, text: str, remedy: str) -> Refusal:
-    value = getattr(case.settings, key)
-    shown = str(int(value)) if isinstance(value, bool) else str(value)
-    return Refusal(rule=rule, key=key, value=shown, text=text, remedy=remedy)
+    return Refusal(rule=rule, key=key, value=_shown(getattr(case.settings, key)), text=text, remedy=remedy)
+
+
+def _shown(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _passes(check: Callable[..., None], *numbers: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from common.worker.settings import WorkerSettings
+from contracts.rank import DrafterKind
 from contracts.workers import WorkerRole
 
 
@@ -18,7 +19,8 @@ class EffectiveSwitches(msgspec.Struct, frozen=True, kw_only=True):
 
     `chunked_prefill`: prompts may be computed in pieces. `max_prompt_tokens`: the longest prompt that is computed at all; None
     where only memory bounds it. `mix_batch`: prompts and decoding share steps. `num_staging_rows`: of each rank.
-    `dcp_interleave`: tokens in succession on one rank of a group.
+    `dcp_interleave`: tokens in succession on one rank of a group. `num_speculative_tokens`: guesses for a sequence in one step;
+    `drafter`: whose they are, or whose cache is kept for others.
     """
 
     chunked_prefill: bool
@@ -26,6 +28,8 @@ class EffectiveSwitches(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int | None
     num_staging_rows: int
     dcp_interleave: int
+    num_speculative_tokens: int
+    drafter: DrafterKind
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +60,8 @@ def effective_of(settings: WorkerSettings, role: WorkerRole) -> EffectiveSwitche
         max_prompt_tokens=settings.max_step_tokens if computes_prompts(role) and not chunked else None,
         num_staging_rows=settings.staging_rows_of(role),
         dcp_interleave=settings.dcp_interleave or settings.block_size,
+        num_speculative_tokens=settings.depth_of(role),
+        drafter=settings.drafter_of(role),
     )
 
 
@@ -77,3 +83,8 @@ def _reasons(settings: WorkerSettings, role: WorkerRole) -> Iterator[tuple[str, 
     yield "mix_batch", f"with dcp={settings.dcp} prompts and decoding do not share steps"
     pulls = role is WorkerRole.DECODE
     yield "num_staging_rows", "0 means num_slots" if pulls else f"a {role} worker pulls nothing"
+    if settings.num_speculative_tokens:
+        keeps = settings.drafter_of(role) is DrafterKind.MTP
+        also = ": it keeps the draft head's cache for those who do" if keeps else ""
+        yield "num_speculative_tokens", f"a prefill worker guesses nothing{also}"
+        yield "drafter", "a prefill worker has nothing to keep for an n-gram drafter"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -126,7 +126,8 @@ class Scheduler:
         One that has ended, else the youngest that runs, whoever it is that needs memory; the caller passes it to `preempt`. Nobody
         is preempted while `num_coming_blocks`, memory on its way back, are enough: those that are short sit steps out until then.
         """
-        num_missing = len(self._short()) - self._pool.num_free_blocks
+        # One more block is enough for each.
+        num_missing = len(self._oldest(self._is_short)) - self._pool.num_free_blocks
         if num_missing <= 0:
             return None
         if self._leaving:
@@ -156,15 +157,14 @@ class Scheduler:
     def grow(self) -> tuple[Extension, ...]:
         """Give more memory to decoding sequences that have none for their next token, oldest first, as far as it goes.
 
-        The caller extends them on the ranks before the next step.
+        Of what is kept for nobody then, those get some that have room for the token, and not for the guesses beside it. The caller
+        extends all of them on the ranks before the next step.
         """
-        extensions = []
-        for sequence in self._short():
-            memory = sequence.memory
-            if memory is not None and (grown := self._pool.grow(memory, self._growth.step_blocks)) is not None:
-                sequence.memory = grown
-                extensions.append(Extension(seq=sequence.seq, block_ids=grown.block_ids[len(memory.block_ids) :]))
-        return tuple(extensions)
+        found = [self._extension(sequence, self._growth.step_blocks) for sequence in self._oldest(self._is_short)]
+        for sequence in self._oldest(self._is_cramped):
+            num_spare = self._pool.num_free_blocks - self._pool.num_kept_blocks
+            found.append(self._extension(sequence, min(self._growth.step_blocks, num_spare)))
+        return tuple(extension for extension in found if extension is not None)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed. Each plan must be answered by `apply` or `fail`."""
@@ -225,8 +225,11 @@ class Scheduler:
             sequence.pending_token = None
             if item.sample:
                 found = sampled[item.seq]
-                if not item.token_ids:  # of the guesses only the right ones count: a token came behind each of them
+                if (
+                    not item.token_ids or item.bootstrap
+                ):  # of guesses the right ones count: a token came behind each of them
                     sequence.num_computed = item.start + len(found)
+                sequence.bootstrap = False
                 sequence.pending_token = found[-1]
                 sequence.pending_is_sampled = True
                 produced.append(
@@ -247,29 +250,52 @@ class Scheduler:
             return min(left, self._limits.prefill_chunk_tokens, budget)
         return left if left <= budget else 0
 
-    def _num_guesses(self, sequence: Sequence, budget: int) -> int:
-        """Guesses that are verified beside the token of a decoding sequence: not more than can be kept, or are still wanted."""
-        memory = sequence.memory
-        if memory is None or not sequence.pending_is_sampled:
+    def _num_wanted(self, sequence: Sequence) -> int:
+        """Guesses that could help a decoding sequence beside its token: none where nobody guesses, and none beyond its last token."""
+        if not sequence.is_guessed or not (sequence.pending_is_sampled or sequence.bootstrap):
             return 0
-        num_places = len(memory.block_ids) * self._pool.block_tokens - sequence.num_computed - 1
-        num_wanted = sequence.sampling.max_tokens - len(sequence.output_ids) - 1
-        return max(0, min(self._limits.num_speculative_tokens, num_places, num_wanted, budget))
+        return min(self._limits.num_speculative_tokens, sequence.sampling.max_tokens - len(sequence.output_ids) - 1)
+
+    def _num_guesses(self, sequence: Sequence, budget: int) -> int:
+        """Guesses that are verified beside the token of a decoding sequence: not more than can be kept, or could help."""
+        return max(0, min(self._num_wanted(sequence), self._num_places(sequence) - 1, budget))
+
+    def _num_places(self, sequence: Sequence) -> int:
+        """Tokens behind those that have cache for which a sequence has room."""
+        memory = sequence.memory
+        return 0 if memory is None else len(memory.block_ids) * self._pool.block_tokens - sequence.num_computed
 
     def _is_short(self, sequence: Sequence) -> bool:
         """Whether there is no room for the token that a decoding sequence computes next."""
-        memory = sequence.memory
         return (
             sequence.pending_token is not None
             and sequence.push is None
-            and memory is not None
-            and sequence.num_computed >= len(memory.block_ids) * self._pool.block_tokens
+            and sequence.memory is not None
+            and self._num_places(sequence) < 1
         )
 
-    def _short(self) -> list[Sequence]:
-        """Running sequences that are short, oldest first. One more block is enough for each."""
-        short = [sequence for sequence in self._running.values() if self._is_short(sequence)]
-        return sorted(short, key=lambda sequence: sequence.seq)
+    def _is_cramped(self, sequence: Sequence) -> bool:
+        """Whether there is room for that token, and none for all the guesses that could help, though there may be more."""
+        memory = sequence.memory
+        return (
+            sequence.pending_token is not None
+            and memory is not None
+            and memory.may_grow
+            and 1 <= self._num_places(sequence) <= self._num_wanted(sequence)
+        )
+
+    def _extension(self, sequence: Sequence, most: int) -> Extension | None:
+        """Let a sequence grow by up to `most` blocks; None when it does not."""
+        memory = sequence.memory
+        grown = None if memory is None else self._pool.grow(memory, most)
+        if memory is None or grown is None:
+            return None
+        sequence.memory = grown
+        return Extension(seq=sequence.seq, block_ids=grown.block_ids[len(memory.block_ids) :])
+
+    def _oldest(self, which: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Those of the running sequences, oldest first."""
+        return sorted(filter(which, self._running.values()), key=lambda sequence: sequence.seq)
 
 
 def _decode_item(sequence: Sequence, num_guesses: int) -> StepItem:
@@ -278,7 +304,12 @@ def _decode_item(sequence: Sequence, num_guesses: int) -> StepItem:
         raise AssertionError("a decoding sequence has a pending token")
     given = () if sequence.pending_is_sampled else (token,)
     return StepItem(
-        seq=sequence.seq, start=sequence.num_computed, num_tokens=1 + num_guesses, token_ids=given, sample=True
+        seq=sequence.seq,
+        start=sequence.num_computed,
+        num_tokens=1 + num_guesses,
+        token_ids=given,
+        sample=True,
+        bootstrap=sequence.bootstrap,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from contracts.errors import ErrorInfo, InvalidValueError
@@ -49,9 +50,9 @@ class SentTokens:
         """Whether nothing of this attempt was sent."""
         return self.num_sent == self._first
 
-    def add(self, token: int) -> None:
-        """Take the next token."""
-        self._token_ids.append(token)
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Take the next tokens."""
+        self._token_ids.extend(token_ids)
 
     def end(self, finish_reason: FinishReason | None, error: ErrorInfo | None) -> None:
         """No more tokens will come."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.worker.core.blocks import Reservation
+from common.worker.core.guess_counts import GuessCounts
 from contracts.handoff import PromptTimes
 from contracts.rank import PushTarget
 from contracts.requests import FinishReason, SamplingParams
@@ -29,7 +30,9 @@ class Sequence:
     it, at `accepted_ns`; one that waited has its memory since
     `bound_ns`; a mixed worker had its first token at `computed_ns`; `secret` lets peers reach its memory; the prompt ends with `num_delivered_tokens` that earlier attempts
     have generated. One that was preempted `num_preemptions` times computes its prompt anew, and after it the
-    `num_recomputed_tokens` of its output that it had; `outcome` says in one word how it ended, for those who count.
+    `num_recomputed_tokens` of its output that it had; `outcome` says in one word how it ended, for those who count. Where tokens are
+    guessed, they are for one that `is_guessed`; with `bootstrap` its next step goes on from what another worker's draft has left.
+    `guesses` counts what came of them.
     """
 
     seq: int
@@ -58,6 +61,9 @@ class Sequence:
     bound_ns: int = 0
     computed_ns: int = 0
     outcome: str = ""
+    is_guessed: bool = True
+    bootstrap: bool = False
+    guesses: GuessCounts = field(default_factory=GuessCounts)
 
     @property
     def prompt_times(self) -> PromptTimes | None:

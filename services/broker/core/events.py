@@ -11,6 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from contracts.errors import ErrorInfo
+from contracts.guesses import Guesses
 from contracts.handoff import (
     HandoffRecord,
     PartsReport,
@@ -211,7 +212,8 @@ class RouterGone(msgspec.Struct, frozen=True, kw_only=True):
 class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
     """A worker acknowledged its release after `rpc_ms`; or it is not there to do so, and the shell gave up.
 
-    `response_rpc_ms` is what a prefill worker says of its own report, `prompt` what a mixed worker says of the prompt.
+    `response_rpc_ms` is what a prefill worker says of its own report, `prompt` what a mixed worker says of the prompt, `guesses`
+    what came of them where some were made.
     """
 
     at_ns: int
@@ -220,6 +222,7 @@ class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
     rpc_ms: float | None = None
     response_rpc_ms: float | None = None
     prompt: PromptTimes | None = None
+    guesses: Guesses | None = None
 
 
 Event: TypeAlias = (

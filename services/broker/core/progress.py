@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
+from contracts.guesses import Guesses
 from contracts.handoff import (
     HandoffState,
     PartsReport,
@@ -267,7 +268,7 @@ def worker_ended(turn: Turn, message: RequestEnded) -> None:
         return
     if role not in handoff.settled:
         turn.set(settled=handoff.settled | {role})
-        turn.publish(EventName.DECODE_RELEASED)
+        turn.publish(EventName.DECODE_RELEASED, **_counted(message.guesses))
         turn.measured(message.prompt)
     if role is WorkerRole.DECODE:
         turn.release(WorkerRole.PREFILL, "the request has ended")
@@ -349,9 +350,22 @@ def settle(turn: Turn, event: ReleaseSettled) -> None:
     )
     if event.acknowledged and not told_before:
         name = EventName.PREFILL_RELEASED if role is WorkerRole.PREFILL else EventName.DECODE_RELEASED
-        turn.publish(name, rpc_ms=event.rpc_ms, response_rpc_ms=event.response_rpc_ms)
+        told = _counted(event.guesses)
+        turn.publish(name, rpc_ms=event.rpc_ms, response_rpc_ms=event.response_rpc_ms, **told)
         turn.measured(event.prompt)
 
 
 def _check_later(turn: Turn) -> None:
+def _counted(guesses: Guesses | None) -> dict[str, Any]:
+    """What came of a worker's guesses, as fields of an event."""
+    if guesses is None:
+        return {}
+    return {
+        "num_steps": guesses.num_steps,
+        "num_drafted": guesses.num_drafted,
+        "num_accepted": guesses.num_accepted,
+        "accepted_at": guesses.accepted,
+    }
+
+
     turn.effects.append(CheckParts(after_ms=turn.handoff.policy.parts_query_ms << turn.handoff.num_queries))

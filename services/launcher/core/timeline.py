@@ -256,6 +256,8 @@ def _detail(event: HandoffEvent) -> str:
         words.append(f"replica {event.source_dp_rank or event.destination_dp_rank}")
     if event.num_tokens is not None:
         words.append(f"{event.num_tokens} {TOKENS_OF.get(event.event, '')} tokens")
+    if event.num_drafted is not None:
+        words.append(f"{event.num_steps} steps, {event.num_accepted} of {event.num_drafted} guesses right")
     if event.finish_reason is not None:
         words.append(event.finish_reason)
     if event.error is not None:

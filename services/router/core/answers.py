@@ -50,16 +50,21 @@ class AnswerWriter:
     def chunk(self, piece: ChoicePiece, usage: Usage | UnsetType | None = UNSET) -> bytes:
         """Return one event of the stream."""
         if not self.chat:
-            return event(self._completion([self._completion_choice(piece)], usage))
+            choice = self._completion_choice(piece)
+            return event(self._completion([msgspec.structs.replace(choice, num_tokens=_count(piece))], usage))
         # The role comes with the first text, not in a chunk of its own: clients measure the time to the first chunk.
         delta = Delta(
             role="assistant" if piece.first else UNSET,
             content=piece.text if piece.text or piece.finish_reason is None else UNSET,
         )
-        choice = ChatChunkChoice(
-            index=piece.index, delta=delta, finish_reason=piece.finish_reason, token_ids=self._ids(piece)
+        told = ChatChunkChoice(
+            index=piece.index,
+            delta=delta,
+            finish_reason=piece.finish_reason,
+            token_ids=self._ids(piece),
+            num_tokens=_count(piece),
         )
-        return event(ChatChunk(id=self._id, created=self.created, model=self.model, choices=[choice], usage=usage))
+        return event(ChatChunk(id=self._id, created=self.created, model=self.model, choices=[told], usage=usage))
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """Return the last event before the end, for those who asked for it: usage, and no choices."""
@@ -113,6 +118,11 @@ def error_body(error: ErrorInfo) -> ErrorBody:
     return ErrorBody(
         error=ErrorDetail(message=error.message, type=_type_of(error), param=error.param, code=str(error.code))
     )
+
+
+def _count(piece: ChoicePiece) -> int | UnsetType:
+    """How many tokens a chunk carries, where somebody who takes chunks for tokens would be wrong."""
+    return len(piece.token_ids) if len(piece.token_ids) > 1 else UNSET
 
 
 def _type_of(error: ErrorInfo) -> str:
