@@ -96,8 +96,8 @@ class WorkerService(ABC):
             prefill_chunk_tokens=settings.prefill_chunk_tokens,
             mix_batch=self.effective.mix_batch,
             chunked=self.effective.chunked_prefill,
-        )
             num_speculative_tokens=self.effective.num_speculative_tokens,
+        )
         growth = Growth(reserve_output_tokens=settings.reserve_output_tokens)
         self.replicas = ReplicaSet(
             parts.engines, limits, self, release_timeout_ms=settings.release_timeout_ms, growth=growth

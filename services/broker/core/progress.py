@@ -355,7 +355,6 @@ def settle(turn: Turn, event: ReleaseSettled) -> None:
         turn.measured(event.prompt)
 
 
-def _check_later(turn: Turn) -> None:
 def _counted(guesses: Guesses | None) -> dict[str, Any]:
     """What came of a worker's guesses, as fields of an event."""
     if guesses is None:
@@ -368,4 +367,5 @@ def _counted(guesses: Guesses | None) -> dict[str, Any]:
     }
 
 
+def _check_later(turn: Turn) -> None:
     turn.effects.append(CheckParts(after_ms=turn.handoff.policy.parts_query_ms << turn.handoff.num_queries))
