@@ -41,11 +41,6 @@ class MixedService(GeneratingService):
             replica.loop.wake()
         return Accepted(handoff_id=command.handoff_id)
 
-    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
-        """See `WorkerService.end`."""
-        self._runs.pop(handoff_id, None)
-        await super().end(handoff_id, tombstone=tombstone)
-
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins; not when it is computed again."""
         if sequence.num_preemptions:
