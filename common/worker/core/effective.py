@@ -28,8 +28,8 @@ class EffectiveSwitches(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int | None
     num_staging_rows: int
     dcp_interleave: int
-    num_speculative_tokens: int
-    drafter: DrafterKind
+    num_speculative_tokens: int = 0
+    drafter: DrafterKind = DrafterKind.NONE
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
