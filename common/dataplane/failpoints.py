@@ -99,7 +99,7 @@ class Failpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the part is meant, blocks aside."""
         wanted = (self.namespace, self.role, self.layer, self.source, self.destination)
         actual = (part.namespace, part.role, part.layer, part.source, part.destination)
-        if self.block is not None and part.role not in {Role.KEY, Role.VALUE}:
+        if self.block is not None and not part.role.is_paged:
             return False
         return all(want is None or want == value for want, value in zip(wanted, actual, strict=True))
 
@@ -184,7 +184,7 @@ def _parse_one(item: str) -> Failpoint:
         )
     except msgspec.ValidationError as error:
         raise InvalidValueError(field=_FIELD, value=item, rule=f"known names ({error})") from error
-    if point.block is not None and point.role in {Role.CONV, Role.SSM}:
+    if point.block is not None and point.role is not None and not point.role.is_paged:
         raise InvalidValueError(field=_FIELD, value=item, rule=f"{point.role} has no blocks")
     if action is Action.SWAP and point.block == point.other:
         raise InvalidValueError(field=_FIELD, value=item, rule="swap needs two different blocks")

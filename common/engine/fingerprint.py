@@ -33,3 +33,8 @@ def checkpoint_fingerprint(folder: Path, config: ModelConfig) -> str:
                 file.seek((size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def draft_fingerprint(checkpoint: str) -> str:
+    """What identifies the draft head of the checkpoint with this fingerprint, which covers its weights too."""
+    return f"mtp:{checkpoint}"

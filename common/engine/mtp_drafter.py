@@ -13,14 +13,18 @@ from common.engine.attention_metadata import AttentionGeometry, SequenceView
 from common.engine.drafter import Advance
 from common.engine.mtp_head import FIRST_KEY, MtpHead
 from common.engine.sampler import Draw
+from common.engine.weights import MtpWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Waiting:
-    """The hidden state `[hidden]` at `position`, whose pair waits for the token behind it."""
+class _Kept:
+    """A sequence whose pairs of positions `[0, end)` are in the cache.
 
-    position: int
-    hidden: torch.Tensor
+    `waiting` is the hidden state `[hidden]` at position `end`, if it is known and the token behind it is not.
+    """
+
+    end: int = 0
+    waiting: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,8 @@ class MtpDrafter:
     """See `drafter.Drafter`. `geometry` is the draft cache's, with FIRST_KEY.
 
     The token at a position is chosen with the random number of that position, by draft and model alike: where both agree on the
-    likely tokens, they choose the same one.
+    likely tokens, they choose the same one. Nothing is guessed for a sequence of which earlier pairs are missing: one that came
+    from another worker without its draft's cache.
     """
 
     needs_hidden: Final = True
@@ -54,12 +59,16 @@ class MtpDrafter:
         self._geometry = geometry
         self._agreement = agreement
         self._device = device
-        self._waiting: dict[int, _Waiting] = {}
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def weights(self) -> MtpWeights:
+        """Those of its head."""
+        return self._head.weights
 
     def advance(self, hidden: torch.Tensor | None, advances: Sequence[Advance]) -> list[list[int]]:
-        """See `Drafter.advance`."""
-        assert hidden is not None  # noqa: S101 - as `needs_hidden` says
-        pairs = [found for advance in advances if (found := self._pairs(hidden, advance)).token_ids]
+        """See `Drafter.advance`. Of an advance without tokens only what was waiting becomes a pair: that needs no `hidden`."""
+        pairs = [found for advance in advances if (found := self._pairs(hidden, advance)) is not None]
         pairs.sort(key=lambda each: len(each.token_ids))
         drafts: dict[int, list[int]] = {advance.seq: [] for advance in advances}
         if pairs:
@@ -73,32 +82,33 @@ class MtpDrafter:
 
     def forget(self, seq: int) -> None:
         """See `Drafter.forget`."""
-        self._waiting.pop(seq, None)
+        self._kept.pop(seq, None)
 
     def waiting(self, seq: int) -> torch.Tensor | None:
         """The last hidden state `[hidden]` of a sequence, whose pair waits for the token behind it."""
-        found = self._waiting.get(seq)
-        return None if found is None else found.hidden
+        return self._kept.get(seq, _Kept()).waiting
 
     def begin(self, seq: int, position: int, hidden: torch.Tensor) -> None:
-        """Go on where another worker has stopped: its last hidden state, at `position`, waits for the token behind it."""
-        self._waiting[seq] = _Waiting(position=position, hidden=hidden)
+        """Go on where another worker has stopped: the cache has its pairs before `position`, and the state there waits for its token."""
+        self._kept[seq] = _Kept(end=position, waiting=hidden)
 
-    def _pairs(self, hidden: torch.Tensor, advance: Advance) -> _Pairs:
-        """What has become a pair with this step; the last state waits if the token behind it is not known."""
-        count = len(advance.token_ids)
-        rows = hidden.narrow(0, advance.first_row, count)
-        first, token_ids = advance.start, [*advance.token_ids[1:]]
-        before = self._waiting.pop(advance.seq, None)
-        if before is not None and before.position == advance.start - 1:
+    def _pairs(self, hidden: torch.Tensor | None, advance: Advance) -> _Pairs | None:
+        """What has become a pair with this step, if anything has; the last state waits if the token behind it is not known."""
+        kept = self._kept.get(advance.seq, _Kept())
+        rows = [] if hidden is None else [hidden.narrow(0, advance.first_row, len(advance.token_ids))]
+        behind = [*advance.token_ids] if advance.next_token is None else [*advance.token_ids, advance.next_token]
+        first = advance.start
+        if kept.waiting is not None and kept.end == advance.start - 1:
             first -= 1
-            token_ids.insert(0, advance.token_ids[0])
-            rows = torch.cat((before.hidden[None], rows))
-        if advance.next_token is None:
-            self._waiting[advance.seq] = _Waiting(position=advance.end - 1, hidden=rows[-1].clone())
+            rows.insert(0, kept.waiting[None])
         else:
-            token_ids.append(advance.next_token)
-        return _Pairs(advance=advance, first=first, hidden=rows[: len(token_ids)], token_ids=token_ids)
+            behind = behind[1:]
+        if first > kept.end:
+            return None  # a gap: what the pairs before it should have left is another sequence's
+        states = torch.cat(rows)
+        waiting = states[-1].clone() if advance.next_token is None else None
+        self._kept[advance.seq] = _Kept(end=first + len(behind), waiting=waiting)
+        return _Pairs(advance=advance, first=first, hidden=states[: len(behind)], token_ids=behind) if behind else None
 
     def _compute(self, pairs: Sequence[_Pairs]) -> torch.Tensor:
         token_ids = [token for each in pairs for token in each.token_ids]

@@ -37,7 +37,7 @@ class MtpHead:
         attention: FullAttention,
         eps: float,
     ) -> None:
-        self._weights = weights
+        self.weights: Final = weights
         self._shared = shared
         self._cache = cache
         self._body = body
@@ -54,18 +54,18 @@ class MtpHead:
         `metadata` are of positions + 1, by a geometry whose `first_key` is FIRST_KEY. Returns what `logits` and the next pair of
         a chain take, `[n, hidden]`.
         """
-        layer, eps = self._weights.layer, self._eps
+        layer, eps = self.weights.layer, self._eps
         mixer = layer.mixer
         assert isinstance(mixer, FullAttentionWeights)  # noqa: S101 - as it was loaded
-        embedded = rms_norm(self._ranks.embed(self._shared.embedding, token_ids), self._weights.embedding_norm, eps)
-        before = rms_norm(hidden, self._weights.hidden_norm, eps)
-        x = functional.linear(torch.cat((embedded, before), -1), self._weights.combine)
+        embedded = rms_norm(self._ranks.embed(self._shared.embedding, token_ids), self.weights.embedding_norm, eps)
+        before = rms_norm(hidden, self.weights.hidden_norm, eps)
+        x = functional.linear(torch.cat((embedded, before), -1), self.weights.combine)
         rope = self._attention.rotary.table(positions, x.dtype)
         asked = self._attention.write(mixer, rms_norm(x, layer.input_norm, eps), rope, self._cache, metadata)
         mixed = self._attention.attend(asked, self._cache, metadata)
         x = self._body.add_projected(x, mixed, mixer.out_proj)
         x = self._body.add_mlp(layer, x, rms_norm(x, layer.mlp_norm, eps))
-        return rms_norm(x, self._weights.norm, eps)
+        return rms_norm(x, self.weights.norm, eps)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor | None:
         """Logits `[n, vocab_size]` of the tokens that are guessed, on the sampling rank; None on others."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from common.dataplane.port import Outcome, Region, TransferResult, WriteGrant
 from common.engine.merge import fill_zeros
@@ -16,10 +15,8 @@ from common.layout.joining import pattern_of
 from common.layout.part_copies import PartCopies
 from common.layout.reading import placed_for_reader
 from common.layout.run_batch import Placed, RunBatch
-from contracts.manifest import PlannedPart, Role
+from contracts.manifest import Namespace, PlannedPart
 from contracts.rank import BindSequence, PulledPart, PullShards
-
-STATES: Final = (Role.CONV, Role.SSM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,31 +33,33 @@ class PullTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The parts that are read from one source rank: states, and KEY and VALUE of some tokens."""
+    """The parts that are read from one source rank: states into the staging row, all others straight into their places."""
 
     src_rank: int
     states: frozenset[PlannedPart]
-    tokens: tuple[PartCopies, ...]
+    direct: tuple[PartCopies, ...]
 
     @property
     def parts(self) -> tuple[PlannedPart, ...]:
         """All of them."""
-        return (*self.states, *(copies.part for copies in self.tokens))
+        return (*self.states, *(copies.part for copies in self.direct))
 
 
 def shards_of(target: PullTarget, faults: PushFaults) -> list[Shard]:
     """The shards of a pull, by source rank; a source rank that holds nothing of what is pulled has none. Without what is dropped."""
     command, source = target.command, target.source
-    has_tokens = command.num_cached_tokens < target.binding.num_prompt_tokens
+    chunks = _Chunks(target)
     found = []
     for src_rank in sorted(source.regions):
         states = source.states.parts(command.roles, src_rank)
-        tokens = source.tokens.get(src_rank, ()) if has_tokens else ()
+        direct = source.direct.get(src_rank, ())
         shard = Shard(
             src_rank=src_rank,
             states=frozenset(part for part in states if not faults.is_dropped(part)),
-            tokens=tuple(
-                copies for copies in tokens if copies.part.role in command.roles and not faults.is_dropped(copies.part)
+            direct=tuple(
+                copies
+                for copies in direct
+                if copies.part.role in command.roles and chunks.moves(copies) and not faults.is_dropped(copies.part)
             ),
         )
         if shard.parts:
@@ -83,7 +82,7 @@ def read_shard(shard: Shard, target: PullTarget, faults: PushFaults, deadline: f
 
 def _read(shard: Shard, target: PullTarget, faults: PushFaults, deadline: float) -> TransferResult:
     grant, states = target.command.source, target.source.states
-    chunk = _chunk_of(target)
+    chunks = _Chunks(target)
     zeroed = frozenset(part for part in shard.states if faults.is_state_zeroed(part))
     own: list[Placed] = []
     blank: list[Placed] = []
@@ -91,21 +90,23 @@ def _read(shard: Shard, target: PullTarget, faults: PushFaults, deadline: float)
         own.append(Placed(pattern_of(runs)))
     if runs := states.reads(zeroed, grant.slot, target.row_base):
         blank.append(Placed(pattern_of(runs)))
-    tokens: list[Placed] = []
-    for copies in shard.tokens:
+    direct: list[Placed] = []
+    blocks: dict[int, None] = {}
+    for copies in shard.direct:
+        chunk = chunks.of(copies)
+        part = PushPart(copies=copies, chunk=chunk, slot=grant.slot)
         if faults:
-            sound, zeros = faults.writes(PushPart(copies=copies, chunk=chunk, slot=grant.slot), target.binding.slot)
-            tokens += sound
+            sound, zeros = faults.writes(part, target.binding.slot)
+            direct += sound
             blank += placed_for_reader(zeros)
         else:
-            tokens += copies.place_tokens(chunk)
-    own += placed_for_reader(tokens)
+            direct += part.place(target.binding.slot)
+        if chunk is not None:
+            share = copies.part.modulus, copies.part.residue
+            owned = owned_blocks(chunk.start, chunk.end, chunk.block_size, *share)
+            blocks |= dict.fromkeys(grant.block_ids[block] for block in owned)
+    own += placed_for_reader(direct)
     slot_cell = target.source.num_blocks + grant.slot
-    blocks = dict.fromkeys(
-        grant.block_ids[block]
-        for modulus, residue in {(copies.part.modulus, copies.part.residue) for copies in shard.tokens}
-        for block in owned_blocks(chunk.start, chunk.end, chunk.block_size, modulus, residue)
-    )
     result = target.source.regions[shard.src_rank].read(
         RunBatch(own),
         target.region,
@@ -123,10 +124,10 @@ def _read(shard: Shard, target: PullTarget, faults: PushFaults, deadline: float)
 
 
 def pulled_parts(shard: Shard, target: PullTarget) -> tuple[PulledPart, ...]:
-    """What a shard that is there says of KEY and VALUE; parts of which this rank owns no token are left out."""
-    chunk = _chunk_of(target)
-    found = ((copies.part, copies.token_ranges(chunk)) for copies in shard.tokens)
-    return tuple(pulled_part(part, ranges) for part, ranges in found if ranges)
+    """What a shard that is there says of what was read straight into its place; parts of which this rank owns no token are left out."""
+    chunks = _Chunks(target)
+    parts = (PushPart(copies=copies, chunk=chunks.of(copies), slot=0) for copies in shard.direct)
+    return tuple(pulled_part(part.copies.part, part.ranges) for part in parts if part.ranges)
 
 
 def pulled_part(part: PlannedPart, ranges: tuple[tuple[int, int], ...] = ((0, 1),)) -> PulledPart:
@@ -136,7 +137,25 @@ def pulled_part(part: PlannedPart, ranges: tuple[tuple[int, int], ...] = ((0, 1)
     )
 
 
-def _chunk_of(target: PullTarget) -> TokenChunk:
-    command, binding = target.command, target.binding
-    end = max(command.num_cached_tokens, binding.num_prompt_tokens)
-    return TokenChunk(command.source.block_ids, binding.block_ids, command.num_cached_tokens, end, target.block_size)
+class _Chunks:
+    """The tokens of a pull, of the model's own caches and of the draft's, which have no token 0."""
+
+    def __init__(self, target: PullTarget) -> None:
+        command, binding = target.command, target.binding
+        start, end = command.num_cached_tokens, binding.num_prompt_tokens
+
+        def chunk(first: int) -> TokenChunk:
+            ids = command.source.block_ids, binding.block_ids
+            return TokenChunk(*ids, first, max(first, end), target.block_size)
+
+        own = chunk(start)
+        self._by_namespace = {Namespace.TARGET: own, Namespace.DRAFT: own if start else chunk(1)}
+
+    def of(self, copies: PartCopies) -> TokenChunk | None:
+        """The tokens of a part; None for one that has a slot."""
+        return None if copies.is_state else self._by_namespace[copies.part.namespace]
+
+    def moves(self, copies: PartCopies) -> bool:
+        """Whether there is anything of a part to be read."""
+        chunk = self.of(copies)
+        return chunk is None or chunk.start < chunk.end

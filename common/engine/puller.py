@@ -10,8 +10,9 @@ from typing import Final
 from common.dataplane.port import Outcome, RemoteRegion, TransferResult
 from common.engine.link_shaper import LinkShaper
 from common.engine.merge import copy_within
-from common.engine.pull_read import STATES, PullTarget, Shard, pulled_part, pulled_parts, read_shard, shards_of
+from common.engine.pull_read import PullTarget, Shard, pulled_part, pulled_parts, read_shard, shards_of
 from common.engine.push_faults import PushFaults
+from common.layout.staging import STAGED_ROLES
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError
 from contracts.pull import ShardPull, ShardState
@@ -275,7 +276,7 @@ class Puller:
         target = pull.target
         command, states = target.command, target.source.states
         try:
-            for role in STATES:
+            for role in STAGED_ROLES:
                 parts = [part for shard in pull.arrived for part in shard.states if part.role is role]
                 if not parts:
                     continue

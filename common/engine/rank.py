@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, assert_never
 
-import msgspec
-
 from common.dataplane.failpoints import parse_failpoints
-from common.dataplane.port import DataPlane, Quiescence, WriteGrant
+from common.dataplane.port import DataPlane, Quiescence
 from common.engine.agreement import Agreement
 from common.engine.attention_metadata import attention_geometry
+from common.engine.bindings import Bindings
 from common.engine.cache import TORCH_DTYPES, LayerCaches
 from common.engine.cache_shape import cache_shape
 from common.engine.collectives.port import Collectives
@@ -22,21 +21,23 @@ from common.engine.context_group import split_context
 from common.engine.device.cpu import CpuDevice
 from common.engine.device.port import Device
 from common.engine.digests import Digester
+from common.engine.draft_handoff import draft_handoff
 from common.engine.drafting import check_drafts, make_drafter
-from common.engine.fingerprint import checkpoint_fingerprint
+from common.engine.fingerprint import checkpoint_fingerprint, draft_fingerprint
 from common.engine.link_shaper import LinkShaper
 from common.engine.model import Model
 from common.engine.peer_table import PeerTable
-from common.engine.pull_read import STATES, PullTarget
+from common.engine.pull_read import PullTarget
 from common.engine.puller import Puller
 from common.engine.push_faults import PushFaults
 from common.engine.pusher import Pusher
 from common.engine.sampler import Sampler
 from common.engine.shard import RankShard
 from common.engine.step_buffers import StepBuffers
-from common.engine.step_runner import BoundSequence, StepRunner
+from common.engine.step_runner import StepRunner
 from common.engine.weights import load_weights, num_weight_bytes
 from common.layout.region import lay_out
+from common.layout.staging import STAGED_ROLES
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError, PdmeshError
 from contracts.manifest import Coordinates, Dtype
@@ -143,7 +144,7 @@ class Rank:
             shaper=shaper,
         )
         self._puller = Puller(rank=start.rank, clock=ports.clock, emit=ports.emit, faults=faults, shaper=shaper)
-        self._sequences: dict[int, BoundSequence] = {}
+        self._bindings = Bindings(start, self._region, self._caches, self._peers)
         geometry = attention_geometry(shard, start.block_size)
         model = Model(shard, weights, self._caches, ports.collectives, device, context=context)
         agreement = Agreement(Sampler(config.eos_token_ids), ports.collectives)
@@ -157,6 +158,7 @@ class Rank:
             device=device,
             dtype=TORCH_DTYPES[dtype],
         )
+        handoff = draft_handoff(self._drafter, self._caches)
         self._steps = StepRunner(
             model=model,
             buffers=StepBuffers(
@@ -170,18 +172,21 @@ class Rank:
             pusher=self._pusher,
             clock=ports.clock,
             drafter=self._drafter,
+            draft_handoff=handoff,
             depth=start.num_speculative_tokens,
         )
+        fingerprint = checkpoint_fingerprint(folder, config)
         self.started: Final = RankStarted(
             rank=start.rank,
             pid=os.getpid(),
             manifest=region_map.manifest(
                 worker_id=start.worker_id,
                 incarnation=start.incarnation,
-                model=checkpoint_fingerprint(folder, config),
+                model=fingerprint,
+                draft=draft_fingerprint(fingerprint) if start.drafter is DrafterKind.MTP else "",
             ),
             region=self._region.descriptor,
-            num_weight_bytes=num_weight_bytes(weights),
+            num_weight_bytes=num_weight_bytes(weights, None if handoff is None else handoff.weights),
             num_region_bytes=region_map.nbytes,
             load_ms=(ports.clock.monotonic() - started_at) * 1000,
         )
@@ -192,7 +197,7 @@ class Rank:
     def handle(self, command: RankCommand) -> RankAnswer:
         """Answer one command. What goes wrong is in the answer; nothing is raised for a command that is merely refused."""
         if isinstance(command, StepPlan):
-            return self._steps.run(command, self._sequences, self._start.rank)
+            return self._steps.run(command, self._bindings.sequences, self._start.rank)
         try:
             return self._answer(command)
         except Exception as error:  # noqa: BLE001 - every command is answered, and the answer carries the error
@@ -212,9 +217,9 @@ class Rank:
         done = Done(rank=self._start.rank)
         match command:
             case BindSequence():
-                self._bind(command)
+                self._bindings.bind(command)
             case ExtendSequences():
-                self._extend(command)
+                self._bindings.extend(command)
             case ReleaseSequences():
                 return self._release(command)
             case DigestSequence():
@@ -244,58 +249,13 @@ class Rank:
     def _progress(self, phase: str, done: int) -> None:
         self._ports.emit(RankProgress(rank=self._start.rank, phase=phase, done=done, total=2))
 
-    def _cells(self, binding: BindSequence) -> tuple[int, ...]:
-        return (*binding.block_ids, self._start.num_blocks + binding.slot)
-
-    def _bind(self, binding: BindSequence) -> None:
-        self._check_binding(binding)
-        peer = None
-        if binding.push is not None:
-            grant = binding.push.grant
-            worker = WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
-            peer = self._peers.find(worker, grant.dp_rank)
-        # States are zeroed before the cells allow anybody to write.
-        self._caches.zero_slot(binding.slot)
-        cells = self._cells(binding)
-        if binding.secret:
-            self._region.open_grant(
-                WriteGrant(
-                    lock_cell=cells[-1],
-                    cells=cells,
-                    generation=binding.generation,
-                    secret=bytes.fromhex(binding.secret),
-                )
-            )
-        else:
-            self._region.set_generations(cells, binding.generation)
-        self._sequences[binding.seq] = BoundSequence(binding=binding, peer=peer)
-
-    def _extend(self, command: ExtendSequences) -> None:
-        """Grow sequences: the cells are written before anybody learns that the blocks are theirs."""
-        added: set[int] = set()
-        for extension in command.extensions:
-            if extension.seq not in self._sequences:
-                raise InvalidValueError(field="seq", value=extension.seq, rule="a bound sequence")
-            self._check_blocks(extension.block_ids)
-            if not added.isdisjoint(extension.block_ids):
-                rule = "each block once in a command"
-                raise InvalidValueError(field="block_ids", value=extension.block_ids, rule=rule)
-            added.update(extension.block_ids)
-        self._region.set_generations(sorted(added), command.generation)
-        for extension in command.extensions:
-            sequence = self._sequences[extension.seq]
-            blocks = (*sequence.binding.block_ids, *extension.block_ids)
-            sequence.binding = msgspec.structs.replace(sequence.binding, block_ids=blocks)
-
     def _pull(self, command: PullShards) -> None:
-        sequence = self._sequences.get(command.seq)
-        if sequence is None:
-            raise InvalidValueError(field="seq", value=command.seq, rule="a bound sequence")
+        sequence = self._bindings.find(command.seq)
         grant = command.source
         worker = WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
         source = self._peers.find_source(worker, grant.dp_rank)
         row, row_base = sequence.binding.staging_row, 0
-        if any(role in STATES for role in command.roles):
+        if any(role in STAGED_ROLES for role in command.roles):
             if row is None:
                 rule = f"one of its own for sequence {command.seq}, to pull states"
                 raise InvalidValueError(field="staging_row", value=row, rule=rule)
@@ -311,39 +271,8 @@ class Rank:
             )
         )
 
-    def _check_binding(self, binding: BindSequence) -> None:
-        if binding.seq in self._sequences:
-            raise InvalidValueError(field="seq", value=binding.seq, rule="not bound already")
-        if not 0 <= binding.slot < self._start.num_slots:
-            raise InvalidValueError(field="slot", value=binding.slot, rule=f"0 to {self._start.num_slots - 1}")
-        self._check_blocks(binding.block_ids)
-        if binding.staging_row is not None:
-            self._caches.region_map.staging.base(binding.staging_row)
-        for other in self._sequences.values():
-            if other.binding.slot == binding.slot:
-                raise InvalidValueError(
-                    field="slot", value=binding.slot, rule=f"not held by sequence {other.binding.seq}"
-                )
-            if binding.staging_row is not None and other.binding.staging_row == binding.staging_row:
-                rule = f"not held by sequence {other.binding.seq}"
-                raise InvalidValueError(field="staging_row", value=binding.staging_row, rule=rule)
-
-    def _check_blocks(self, block_ids: tuple[int, ...]) -> None:
-        """Raise `InvalidValueError` unless these are different blocks of this rank that no sequence holds."""
-        blocks = set(block_ids)
-        if len(blocks) != len(block_ids) or not blocks <= set(range(self._start.num_blocks)):
-            rule = f"different ids from 0 to {self._start.num_blocks - 1}"
-            raise InvalidValueError(field="block_ids", value=block_ids, rule=rule)
-        for other in self._sequences.values():
-            shared = blocks.intersection(other.binding.block_ids)
-            if shared:
-                rule = f"none held by sequence {other.binding.seq}"
-                raise InvalidValueError(field="block_ids", value=sorted(shared), rule=rule)
-
     def _digest(self, command: DigestSequence) -> SequenceDigests:
-        sequence = self._sequences.get(command.seq)
-        if sequence is None:
-            raise InvalidValueError(field="seq", value=command.seq, rule="a bound sequence")
+        sequence = self._bindings.find(command.seq)
         num_held = len(sequence.binding.block_ids) * self._start.block_size * self._start.dcp
         if not 0 <= command.start <= command.end <= num_held:
             rule = "0 <= start <= end, within the sequence's blocks"
@@ -360,19 +289,20 @@ class Rank:
 
     def _release(self, command: ReleaseSequences) -> Done:
         deadline = self._ports.clock.monotonic() + command.timeout_ms / 1000
-        held = [self._sequences[seq] for seq in command.seqs if seq in self._sequences]
+        sequences = self._bindings.sequences
+        held = [sequences[seq] for seq in command.seqs if seq in sequences]
         self._pusher.drop(command.seqs)
         self._puller.drop(command.seqs)
         indeterminate = []
         for sequence in held:
             binding = sequence.binding
-            cells = self._cells(binding)
+            cells = self._bindings.cells(binding)
             quiescence = self._region.revoke(cells, cells[-1], command.generation, deadline)
             # What is being read here must stay as it is: another sequence's content would arrive under this one's name. And
             # what is still being pulled would arrive in somebody else's memory.
             is_idle = self._pusher.wait_idle(binding.seq, deadline) and self._puller.wait_idle(binding.seq, deadline)
             if quiescence is Quiescence.YES and is_idle:
-                del self._sequences[binding.seq]
+                del sequences[binding.seq]
                 if self._drafter is not None:
                     self._drafter.forget(binding.seq)
             else:
@@ -386,15 +316,14 @@ class Rank:
                 links.append(str(entry.readlink()))
             except OSError:  # the one that listed the folder
                 continue
-        rows = (sequence.binding.staging_row for sequence in self._sequences.values())
         return RankScan(
             rank=self._start.rank,
-            seqs=tuple(sorted(self._sequences)),
+            seqs=tuple(sorted(self._bindings.sequences)),
             num_queued_pushes=self._pusher.num_queued,
             num_open_fds=len(links),
             num_memfds=sum("memfd:" in link for link in links),
             num_pulls=self._puller.num_pulls,
-            staging_rows=tuple(sorted(row for row in rows if row is not None)),
+            staging_rows=self._bindings.staging_rows,
         )
 
 

@@ -10,8 +10,8 @@ from common.engine.peers import CONNECT_TIMEOUT_S, PeerDraft
 from common.layout.part_copies import PartCopies
 from common.layout.planner import plan
 from common.layout.replicas import split_replicas
-from common.layout.staging import StagedStates
-from common.layout.templates import CopyTemplate, PagedTemplate
+from common.layout.staging import STAGED_ROLES, StagedStates
+from common.layout.templates import CopyTemplate
 from common.runtime.clock import Clock
 from contracts.manifest import PlannedPart
 from contracts.rank import PeerSide
@@ -21,12 +21,12 @@ from contracts.rank import PeerSide
 class Source:
     """One replica of a linked source worker.
 
-    By source rank: its region, and `tokens`, the parts of KEY and VALUE that it holds for this rank. `states` are the parts of CONV
-    and SSM from all source ranks, as they lie in a staging row.
+    By source rank: its region, and `direct`, the parts that it holds for this rank and that are read straight into their places:
+    KEY, VALUE and BOOTSTRAP. `states` are the parts of CONV and SSM from all source ranks, as they lie in a staging row.
     """
 
     regions: dict[int, RemoteRegion]
-    tokens: dict[int, tuple[PartCopies, ...]]
+    direct: dict[int, tuple[PartCopies, ...]]
     states: StagedStates
     num_blocks: int
     num_slots: int
@@ -47,7 +47,7 @@ def connect_sources(
     replicas = split_replicas(PeerSide.SOURCE.value, draft.sides[PeerSide.SOURCE])
     # All replicas are laid out alike: one plan serves every one of them.
     templates = plan(replicas[0], draft.sides[PeerSide.DESTINATION]).templates_into(own_rank)
-    tokens = _tokens_of(templates)
+    direct = _direct_of(templates)
     states = StagedStates(templates)
     src_ranks = sorted({template.part.src_rank for template in templates})
     deadline = clock.monotonic() + CONNECT_TIMEOUT_S
@@ -60,7 +60,7 @@ def connect_sources(
             sources.append(
                 Source(
                     regions=regions,
-                    tokens=tokens,
+                    direct=direct,
                     states=states,
                     num_blocks=first.num_blocks,
                     num_slots=first.num_slots,
@@ -75,10 +75,10 @@ def connect_sources(
     return tuple(sources)
 
 
-def _tokens_of(templates: tuple[CopyTemplate, ...]) -> dict[int, tuple[PartCopies, ...]]:
+def _direct_of(templates: tuple[CopyTemplate, ...]) -> dict[int, tuple[PartCopies, ...]]:
     by_part: dict[PlannedPart, list[CopyTemplate]] = {}
     for template in templates:
-        if isinstance(template, PagedTemplate):
+        if template.part.role not in STAGED_ROLES:
             by_part.setdefault(template.part, []).append(template)
     found: dict[int, list[PartCopies]] = {}
     for part, held in by_part.items():

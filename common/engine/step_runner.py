@@ -3,66 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from common.engine.agreement import NO_TOKEN, AgreedError, Agreement
+from common.engine.agreement import AgreedError, Agreement
+from common.engine.bound_sequence import BoundSequence
 from common.engine.collectives.port import CollectiveAbortedError, Collectives
+from common.engine.draft_handoff import DraftHandoff
 from common.engine.drafter import Advance, Drafter, num_accepted
 from common.engine.model import Model, Output
-from common.engine.peers import Peer
 from common.engine.push_lane import PushTask
 from common.engine.pusher import Pusher
 from common.engine.sampler import Draw
 from common.engine.step_buffers import StepBuffers, StepInput, StepSequence
+from common.engine.step_pushes import StepPush, push_of
 from common.engine.tensor_parallel import SAMPLING_RANK
-from common.layout.bind import TokenChunk
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError
-from contracts.handoff import Grant
-from contracts.manifest import Namespace, Role
-from contracts.rank import BindSequence, SampledToken, StepDone, StepItem, StepPlan
+from contracts.rank import SampledToken, StepDone, StepItem, StepPlan
 
 
 @dataclass(kw_only=True)
-class BoundSequence:
-    """A sequence with memory on this rank.
+class _Noted:
+    """What a step leaves beside its tokens: see `StepDone`."""
 
-    `last_token` is what the latest step sampled for it, and `last_position` where that token stands; `drafts` are guesses of what
-    comes behind it. Its recurrent states are in `state_row`. `pushed_end` is where the tokens end whose KV has been handed to the
-    pusher.
-    """
-
-    binding: BindSequence
-    peer: Peer | None
-    last_token: int = NO_TOKEN
-    last_position: int = -1
-    drafts: Sequence[int] = ()
-    state_row: int = 0
-    pushed_end: int = 0
-
-    def __post_init__(self) -> None:
-        if self.binding.push is not None:
-            self.pushed_end = self.binding.push.num_cached_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Push:
-    """What a sequence has to push in this step: KV of some tokens of each full layer, and the states at the end."""
-
-    binding: BindSequence
-    peer: Peer
-    grant: Grant
-    chunk: TokenChunk
-    states: bool
-    pulled: tuple[Role, ...] = ()
+    layer_started_ns: list[int] = field(default_factory=list)
+    draft_ns: int = 0
+    num_drafts: list[int] = field(default_factory=list)
 
 
 class StepRunner:
     """Runs steps one after the other. `collectives` is None with one rank, `drafter` where nobody guesses.
 
-    `depth` tokens are guessed at most: the caches have room for as many states.
+    `draft_handoff` is there where the drafter keeps a cache, which can be handed over. `depth` tokens are guessed at most: the
+    caches have room for as many states.
     """
 
     def __init__(
@@ -75,12 +50,14 @@ class StepRunner:
         pusher: Pusher,
         clock: Clock,
         drafter: Drafter | None = None,
+        draft_handoff: DraftHandoff | None = None,
         depth: int = 0,
     ) -> None:
         self._model = model
         self._buffers = buffers
         self._agreement = agreement
         self._drafter = drafter
+        self._draft_handoff = draft_handoff
         self._depth = depth
         self._group = collectives if collectives is not None and collectives.size > 1 else None
         self._pusher = pusher
@@ -92,11 +69,11 @@ class StepRunner:
         An error of code WORKER_LOST means that the ranks can no longer agree on anything: the engine must be given up.
         """
         started_ns = self._clock.monotonic_ns()
-        layer_started_ns: list[int] = []
+        noted = _Noted()
         tokens: tuple[SampledToken, ...] = ()
         error: ErrorInfo | None = None
         try:
-            tokens = self._run(plan, sequences, layer_started_ns)
+            tokens = self._run(plan, sequences, noted)
         except CollectiveAbortedError as failure:
             error = ErrorInfo(code=ErrorCode.WORKER_LOST, message=failure.message)
         except AgreedError as failure:
@@ -114,13 +91,18 @@ class StepRunner:
             tokens=tokens if error is None and rank == SAMPLING_RANK else (),
             started_ns=started_ns,
             ended_ns=self._clock.monotonic_ns(),
-            layer_started_ns=tuple(layer_started_ns),
+            layer_started_ns=tuple(noted.layer_started_ns),
+            draft_ns=noted.draft_ns,
+            num_drafts=tuple(noted.num_drafts) if any(noted.num_drafts) else (),
             error=error,
         )
 
-    def _run(
-        self, plan: StepPlan, sequences: dict[int, BoundSequence], layer_started_ns: list[int]
-    ) -> tuple[SampledToken, ...]:
+    def _run(self, plan: StepPlan, sequences: dict[int, BoundSequence], noted: _Noted) -> tuple[SampledToken, ...]:
+        begun = [item for item in plan.items if item.bootstrap]
+        if begun:
+            began_ns = self._clock.monotonic_ns()
+            self._begin(begun, sequences)
+            noted.draft_ns += self._clock.monotonic_ns() - began_ns
         failure: Exception | None = None
         try:
             bound = [_find(item, sequences) for item in plan.items]
@@ -132,9 +114,10 @@ class StepRunner:
         pushes = [
             push
             for item, sequence in zip(plan.items, bound, strict=True)
-            if (push := self._push_of(item, sequence)) is not None
+            if (push := push_of(item, sequence, self._buffers.geometry.block_size)) is not None
         ]
-        output = self._forward(step, pushes, layer_started_ns)
+        noted.num_drafts += [max(0, each.num_logits - 1) for each in laid]
+        output = self._forward(step, pushes, noted.layer_started_ns)
         for push in pushes:
             sequences[push.binding.seq].pushed_end = push.chunk.end
         drawn = [(sequence, each) for sequence, each in zip(bound, laid, strict=True) if each.num_logits]
@@ -143,14 +126,51 @@ class StepRunner:
         for sequence, each, found in zip(bound, laid, tokens, strict=True):
             _move_on(sequence, each, found)
         if self._drafter is not None:
+            began_ns = self._clock.monotonic_ns()
             self._draft(self._drafter, output, step, bound, laid)
+            if self._draft_handoff is not None:
+                now_ns, handoff = self._clock.monotonic_ns(), self._draft_handoff
+                self._queue([task for push in pushes for task in push.of_draft(handoff, now_ns)])
+            noted.draft_ns += self._clock.monotonic_ns() - began_ns
         return tuple(
             SampledToken(seq=item.seq, position=sequence.last_position - len(found) + 1 + i, token_id=token)
             for item, sequence, found in zip(plan.items, bound, tokens, strict=True)
             for i, token in enumerate(found)
         )
 
-    def _forward(self, step: StepInput, pushes: Sequence[_Push], layer_started_ns: list[int]) -> Output:
+    def _begin(self, items: Sequence[StepItem], sequences: dict[int, BoundSequence]) -> None:
+        """Guess for sequences whose draft another worker has handed over, behind the one token that they begin with."""
+        failure: Exception | None = None
+        try:
+            bound = [_find(item, sequences) for item in items]
+            for item in items:
+                self._check_begin(item)
+        except Exception as error:  # noqa: BLE001 - one rank's failure becomes everybody's verdict
+            failure = error
+        self._agreement.agree(failure)
+        drafter, handoff = self._drafter, self._draft_handoff
+        assert drafter is not None and handoff is not None  # noqa: S101, PT018 - `_check_begin` has looked
+        advances = [handoff.take(sequence.binding, item) for item, sequence in zip(items, bound, strict=True)]
+        for sequence, drafts in zip(bound, drafter.advance(None, advances), strict=True):
+            sequence.drafts = drafts
+
+    def _check_begin(self, item: StepItem) -> None:
+        if self._drafter is None or self._draft_handoff is None:
+            rule = "false: no draft's cache is kept here that could have been handed over"
+            raise InvalidValueError(field="bootstrap", value=True, rule=rule)
+        if len(item.token_ids) != 1 or item.start < 1 or not 1 <= item.num_tokens <= self._depth + 1 or not item.sample:
+            rule = f"one token id behind a prompt, and 1 to {self._depth + 1} tokens, with sample"
+            raise InvalidValueError(field="bootstrap", value=(item.start, item.num_tokens, item.token_ids), rule=rule)
+        self._check_tokens(item.token_ids)
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        vocab_size = self._model.config.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            # With several ranks, a token that belongs to none of them would pass for a vector of zeros.
+            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+            raise InvalidValueError(field="token_ids", value=wrong, rule=f"0 to vocab_size - 1 ({vocab_size - 1})")
+
+    def _forward(self, step: StepInput, pushes: Sequence[StepPush], layer_started_ns: list[int]) -> Output:
         def on_layer_start(_: int) -> None:
             layer_started_ns.append(self._clock.monotonic_ns())
 
@@ -232,16 +252,14 @@ class StepRunner:
                 )
                 raise InvalidValueError(field="step item", value=(item.start, item.num_tokens), rule=rule)
             token_ids = (sequence.last_token, *sequence.drafts[: item.num_tokens - 1])
+        elif item.bootstrap:
+            token_ids = (*token_ids, *sequence.drafts[: item.num_tokens - 1])
         elif len(token_ids) != item.num_tokens:
             raise InvalidValueError(
                 field="num_tokens", value=item.num_tokens, rule=f"the {len(token_ids)} token ids given"
             )
-        vocab_size = self._model.config.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            # With several ranks, a token that belongs to none of them would pass for a vector of zeros.
-            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-            raise InvalidValueError(field="token_ids", value=wrong, rule=f"0 to vocab_size - 1 ({vocab_size - 1})")
-        guessed = not item.token_ids
+        self._check_tokens(token_ids)
+        guessed = item.bootstrap or not item.token_ids
         return StepSequence(
             slot=sequence.binding.slot,
             block_ids=sequence.binding.block_ids,
@@ -252,53 +270,12 @@ class StepRunner:
             checkpoints=guessed and self._depth > 0,
         )
 
-    def _push_of(self, item: StepItem, sequence: BoundSequence) -> _Push | None:
-        """What becomes ready with this step: full blocks, or everything when the prompt ends. Each token is pushed once."""
-        binding = sequence.binding
-        if sequence.peer is None or binding.push is None:
-            return None
-        end = min(item.start + item.num_tokens, sequence.binding.num_prompt_tokens)
-        if not item.last_chunk:
-            block_size = self._buffers.geometry.block_size
-            end -= end % block_size
-        end = max(end, sequence.pushed_end)
-        if end == sequence.pushed_end and not item.last_chunk:
-            return None
-        grant = binding.push.grant
-        chunk = TokenChunk(
-            binding.block_ids, grant.block_ids, sequence.pushed_end, end, self._buffers.geometry.block_size
-        )
-        return _Push(
-            binding=binding,
-            peer=sequence.peer,
-            grant=grant,
-            chunk=chunk,
-            states=item.last_chunk,
-            pulled=binding.push.pulled,
-        )
-
-    def _submit(self, layer: int, pushes: Sequence[_Push]) -> None:
+    def _submit(self, layer: int, pushes: Sequence[StepPush]) -> None:
         """Queue all that the layer has ready in one go, so that its parts leave together."""
-        now_ns = self._clock.monotonic_ns()
-        paged = layer in self._model.caches.key
-        tasks = [
-            PushTask(
-                seq=push.binding.seq,
-                handoff_id=push.binding.handoff_id,
-                peer=push.peer,
-                grant=push.grant,
-                namespace=Namespace.TARGET,
-                role=role,
-                layer=layer,
-                chunk=push.chunk if paged else None,
-                slot=push.binding.slot,
-                queued_ns=now_ns,
-            )
-            for push in pushes
-            if (push.chunk.start < push.chunk.end if paged else push.states)
-            for role in ((Role.KEY, Role.VALUE) if paged else (Role.CONV, Role.SSM))
-            if role not in push.pulled
-        ]
+        now_ns, paged = self._clock.monotonic_ns(), layer in self._model.caches.key
+        self._queue([task for push in pushes for task in push.of_layer(layer, now_ns, paged=paged)])
+
+    def _queue(self, tasks: list[PushTask]) -> None:
         if tasks:
             self._pusher.submit(tasks)
 

@@ -174,8 +174,8 @@ def load_mtp_weights(folder: Path, shard: RankShard, dtype: torch.dtype) -> MtpW
         )
 
 
-def num_weight_bytes(weights: ModelWeights) -> int:
-    """Bytes of all tensors of a rank's weights, a shared one counted once."""
+def num_weight_bytes(weights: ModelWeights, draft: MtpWeights | None = None) -> int:
+    """Bytes of all tensors of a rank's weights, with those of its draft head; a shared one is counted once."""
     found: dict[int, int] = {}
 
     def walk(value: object) -> None:
@@ -191,7 +191,7 @@ def num_weight_bytes(weights: ModelWeights) -> int:
             case _:
                 raise TypeError(f"weights hold a {type(value).__name__}")
 
-    walk(weights)
+    walk((weights,) if draft is None else (weights, draft))
     return sum(found.values())
 
 

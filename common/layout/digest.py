@@ -1,7 +1,7 @@
 """Digests of cached bytes that do not depend on how a cache is cut over ranks.
 
 The unit is what no layout cuts: one KV head of one block (the tokens of it that count), one value head of an SSM state, the
-channels of one key head in one row of one segment of a CONV state. A unit's value is a 64-bit mix of its name and the CRC-32 of
+channels of one key head in one row of one segment of a CONV state, a BOOTSTRAP as it is. A unit's value is a 64-bit mix of its name and the CRC-32 of
 its bytes; a digest is the sum of values modulo 2**64. So the digest of a cache is the same whoever holds which of its units, and
 in whatever order they are looked at, and what several source ranks have sent to a destination adds up to what lies there. Any
 change of up to 32 neighbouring bits shows for certain (CRC-32), any other but for one in 2**32.
@@ -66,7 +66,7 @@ Units: TypeAlias = PagedUnits | SlotUnits
 class Held(NamedTuple):
     """Where one sequence lies in a rank, and which of its tokens count: `[start, end)`. A draft cache has no token 0.
 
-    Its states begin at `conv_row` and `ssm_row` of the slot.
+    Its states begin at `conv_row` and `ssm_row` of the slot; a bootstrap has one row.
     """
 
     block_ids: Sequence[int]
@@ -119,7 +119,7 @@ def _paged_digest(units: PagedUnits, data: memoryview, held: Held) -> int:
 
 def _slot_digest(units: SlotUnits, data: memoryview, held: Held) -> int:
     base = _name(units.cache, units.segment)
-    first_row = held.conv_row if units.cache[1] is Role.CONV else held.ssm_row
+    first_row = {Role.CONV: held.conv_row, Role.SSM: held.ssm_row}.get(units.cache[1], 0)
     total = 0
     for row in range(units.num_rows):
         at = units.offset + held.slot * units.slot_stride + (first_row + row) * units.row_stride
@@ -221,7 +221,7 @@ def _slot_units(  # noqa: PLR0917 - where a piece lies
 
 
 def _group(segment: Segment, shape: CacheShape) -> int:
-    """How many units of the manifest make one of a digest: a value head of SSM, the channels of a key head of CONV."""
+    """How many units of the manifest make one of a digest: a value head of SSM, a bootstrap, the channels of a key head of CONV."""
     match segment:
         case Segment.WHOLE:
             return 1

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from common.layout.refusal import Mismatch, PlanRefusedError, PlanRule, WorkersDifferError
-from contracts.manifest import Fingerprint, PagedPlace, RankManifest, Role, SlotPlace, Span, TensorKey
+from contracts.manifest import Fingerprint, Namespace, PagedPlace, RankManifest, SlotPlace, Span, TensorKey
 
 Interval = tuple[int, int]
 Holders = list[tuple[int, Span]]
@@ -51,20 +51,32 @@ def mismatches(source: Fingerprint, destination: Fingerprint) -> tuple[Mismatch,
 def _differences(source: Fingerprint, destination: Fingerprint) -> Iterator[Mismatch]:
     pairs: tuple[tuple[PlanRule, str, object, object, str], ...] = (
         (PlanRule.MODEL, "model", source.model, destination.model, "start both from the same checkpoint"),
-        (PlanRule.DRAFT, "draft", source.draft, destination.draft, "start both with the same draft"),
         (PlanRule.BLOCK_SIZE, "block_size", source.block_size, destination.block_size, "set block_size alike"),
         (PlanRule.DTYPES, "dtypes", source.dtypes, destination.dtypes, "set dtype alike"),
-        (
-            PlanRule.SPECULATION,
-            "num_speculative_tokens",
-            source.num_speculative_tokens,
-            destination.num_speculative_tokens,
-            "set the speculation depth alike",
-        ),
     )
     for rule, field, ours, theirs, remedy in pairs:
         if ours != theirs:
             yield Mismatch(rule=rule, field=field, source=ours, destination=theirs, remedy=remedy)
+
+
+def share_drafts(source: Fingerprint, destination: Fingerprint) -> bool:
+    """Whether both workers keep caches of the same draft head: then these are handed over with the rest."""
+    return bool(source.draft) and source.draft == destination.draft
+
+
+def why_no_drafts(source: Fingerprint, destination: Fingerprint) -> str:
+    """Why the draft's caches stay behind though a worker keeps some, and what to change; "" otherwise."""
+    if source.draft == destination.draft:
+        return ""
+    remedy = "start both with the same drafter"
+    return Mismatch(
+        rule=PlanRule.DRAFT, field="draft", source=source.draft, destination=destination.draft, remedy=remedy
+    ).text
+
+
+def without_drafts(tiled: dict[TensorKey, Tiling]) -> dict[TensorKey, Tiling]:
+    """The tensors of the model's own layers."""
+    return {key: tiling for key, tiling in tiled.items() if key.namespace is Namespace.TARGET}
 
 
 def tile(side: str, manifests: Sequence[RankManifest]) -> dict[TensorKey, Tiling]:
@@ -115,7 +127,7 @@ def check_groups(destination: Sequence[RankManifest], wanted: dict[TensorKey, Ti
     """Raise `PlanRefusedError` unless all ranks of a context-parallel group hold the same KV heads: they share their blocks."""
     dcp_size = destination[0].coordinates.dcp_size
     for key, cuts in wanted.items():
-        if key.role not in {Role.KEY, Role.VALUE}:
+        if not key.role.is_paged:
             continue
         for (start, end), receivers in cuts.items():
             ranks = [rank for rank, _ in receivers]
@@ -128,10 +140,10 @@ def check_groups(destination: Sequence[RankManifest], wanted: dict[TensorKey, Ti
                 raise PlanRefusedError(PlanRule.CONTEXT_GROUP, where=where, expected=wanted_ranks, actual=ranks)
 
 
-def _unit(span: Span) -> tuple[str, int, int, int]:
-    """What a unit of the span is made of: it must be equal wherever the tensor is held."""
+def _unit(span: Span) -> tuple[str, int, int]:
+    """What a unit of the span is made of: it must be equal wherever the tensor is held. How many rows a slot has is a rank's own affair."""
     match span.place:
         case PagedPlace() as place:
-            return "paged", place.head_bytes, place.token_bytes, 0
+            return "paged", place.head_bytes, place.token_bytes
         case SlotPlace() as place:
-            return "slot", place.unit_bytes, place.moved_rows, place.num_rows
+            return "slot", place.unit_bytes, place.moved_rows

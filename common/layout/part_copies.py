@@ -28,7 +28,7 @@ class PartCopies:
         by_stride: dict[tuple[int, ...], list[SlotTemplate]] = {}
         for each in slots:
             strides = each.src_slot_stride, each.dst_slot_stride, each.src_row_stride, each.dst_row_stride
-            counts = each.src_num_slots, each.dst_num_slots, each.num_rows, each.moved_rows
+            counts = each.src_num_slots, each.dst_num_slots, each.src_num_rows, each.dst_num_rows, each.moved_rows
             by_stride.setdefault((*strides, *counts), []).append(each)
         self._states: Final[list[tuple[RunPattern, SlotTemplate]]] = [
             (pattern_of([slot_rows(each) for each in group]), group[0]) for group in by_stride.values()
@@ -39,7 +39,7 @@ class PartCopies:
         return [Placed(chunk.pattern(geometry), src, dst) for geometry, src, dst in self._places]
 
     def place_state(self, src_slot: int, dst_slot: int, *, src_row: int = 0, dst_row: int = 0) -> list[Placed]:
-        """The copies of CONV or SSM between two slots, from row to row. Raises `InvalidValueError` as `slot_bases` does."""
+        """The copies of CONV, SSM or BOOTSTRAP between two slots, from row to row. Raises `InvalidValueError` as `slot_bases` does."""
         return [
             Placed(pattern, *slot_bases(each, src_slot, dst_slot, src_row=src_row, dst_row=dst_row))
             for pattern, each in self._states

@@ -3,6 +3,9 @@
 Every destination interval is cut at the borders of the source's intervals. A KV head that several source ranks hold is
 written by one of them, the one that owes the fewest replicated heads so far: so the work spreads over the replicas, across
 layers, heads and destination ranks, and the choice is the same wherever it is made. KEY and VALUE of a head share a writer.
+A BOOTSTRAP, which every rank holds, is spread in the same way by itself: it weighs nothing beside the heads.
+
+The caches of a draft head are planned where both workers keep those of the same head. Otherwise the rest is planned without them.
 """
 
 from __future__ import annotations
@@ -12,7 +15,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common.layout.link import Holders, Interval, Tiling, check_groups, check_link, check_tensors, tile
+from common.layout.link import (
+    Holders,
+    Interval,
+    Tiling,
+    check_groups,
+    check_link,
+    check_tensors,
+    share_drafts,
+    tile,
+    why_no_drafts,
+    without_drafts,
+)
 from common.layout.refusal import PlanRefusedError, PlanRule
 from common.layout.side import check_side
 from common.layout.templates import CopyTemplate, PagedTemplate, Piece, SlotTemplate, coalesce
@@ -39,11 +53,16 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReshardPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All copies between two workers, ordered by cache, destination and source rank."""
+    """All copies between two workers, ordered by cache, destination and source rank.
+
+    With `has_drafts` the draft's caches are among them; `why_no_drafts` says why not, unless no worker keeps any.
+    """
 
     source: Endpoint
     destination: Endpoint
     templates: tuple[CopyTemplate, ...]
+    has_drafts: bool = False
+    why_no_drafts: str = ""
 
     @property
     def parts(self) -> tuple[PlannedPart, ...]:
@@ -65,8 +84,12 @@ def plan(source: Sequence[RankManifest], destination: Sequence[RankManifest]) ->
     Raises `PlanRefusedError` for manifests that do not describe one whole worker each, or two workers that do not fit together.
     """
     source, destination = check_side("source", source), check_side("destination", destination)
-    check_link(source[0].fingerprint, destination[0].fingerprint)
+    ours, theirs = source[0].fingerprint, destination[0].fingerprint
+    check_link(ours, theirs)
     held, wanted = tile("source", source), tile("destination", destination)
+    has_drafts = share_drafts(ours, theirs)
+    if not has_drafts:
+        held, wanted = without_drafts(held), without_drafts(wanted)
     check_tensors(held, wanted)
     check_groups(destination, wanted)
     writers = _Writers()
@@ -74,7 +97,7 @@ def plan(source: Sequence[RankManifest], destination: Sequence[RankManifest]) ->
     # What fewer ranks hold comes first: what more of them hold can then even out the difference.
     for key in sorted(wanted, key=lambda key: (max(map(len, held[key].values())), key)):
         for cut, receivers in wanted[key].items():
-            pieces = _pieces(cut, held[key], by_unit=key.role in {Role.KEY, Role.VALUE})
+            pieces = _pieces(cut, held[key], by_unit=key.role.is_paged)
             for dst_rank, dst_span in receivers:
                 for piece, holders in pieces:
                     src_rank, src_span = writers.choose(key, piece, holders, dst_rank)
@@ -82,7 +105,11 @@ def plan(source: Sequence[RankManifest], destination: Sequence[RankManifest]) ->
                     templates.append(copy)
     templates.sort(key=_order)
     return ReshardPlan(
-        source=_endpoint(source[0]), destination=_endpoint(destination[0]), templates=coalesce(templates)
+        source=_endpoint(source[0]),
+        destination=_endpoint(destination[0]),
+        templates=coalesce(templates),
+        has_drafts=has_drafts,
+        why_no_drafts=why_no_drafts(ours, theirs),
     )
 
 
@@ -90,20 +117,21 @@ class _Writers:
     """Picks the source rank of each piece, and remembers how much each one owes already."""
 
     def __init__(self) -> None:
-        self._owed: defaultdict[int, int] = defaultdict(int)
-        self._chosen: dict[tuple[Namespace, int, Segment, Interval, int], int] = {}
+        self._owed: defaultdict[tuple[bool, int], int] = defaultdict(int)
+        self._chosen: dict[tuple[Namespace, bool, int, Segment, Interval, int], int] = {}
 
     def choose(self, key: TensorKey, piece: Interval, holders: Holders, dst_rank: int) -> tuple[int, Span]:
         """The rank that writes `piece` to `dst_rank`, with its span."""
         if len(holders) == 1:
             return holders[0]
-        choice = (key.namespace, key.layer, key.segment, piece, dst_rank)
+        paged = key.role.is_paged
+        choice = (key.namespace, paged, key.layer, key.segment, piece, dst_rank)
         spans = dict(holders)
         rank = self._chosen.get(choice)
         if rank is None or rank not in spans:
-            rank = self._chosen[choice] = min(spans, key=lambda held: (self._owed[held], held))
+            rank = self._chosen[choice] = min(spans, key=lambda held: (self._owed[paged, held], held))
             # Counted once, for KEY and VALUE together: between the two, ranks could not be compared.
-            self._owed[rank] += piece[1] - piece[0]
+            self._owed[paged, rank] += piece[1] - piece[0]
         return rank, spans[rank]
 
 
@@ -167,7 +195,8 @@ def _template(
             dst_num_slots=dst.num_slots,
             src_row_stride=src_place.row_stride,
             dst_row_stride=dst_place.row_stride,
-            num_rows=src_place.num_rows,
+            src_num_rows=src_place.num_rows,
+            dst_num_rows=dst_place.num_rows,
             moved_rows=src_place.moved_rows,
             row_bytes=what.length * unit_bytes,
         )

@@ -24,7 +24,6 @@ class PlanRule(StrEnum):
     BLOCK_SIZE = "same_block_size"
     DTYPES = "same_dtypes"
     DRAFT = "same_draft"
-    SPECULATION = "same_speculation_depth"
     TRANSPORT = "same_transport"
     INTERLEAVE = "interleave_is_one_block"
     CONTEXT_PARALLEL = "context_parallel_destination_only"

@@ -20,6 +20,7 @@ from contracts.manifest import (
 )
 
 MAX_OFFSET: Final = 2**63 - 1
+_DRAFT_ROLES: Final = frozenset({Role.KEY, Role.VALUE, Role.BOOTSTRAP})
 
 
 def check_side(side: str, manifests: Sequence[RankManifest]) -> tuple[RankManifest, ...]:
@@ -74,6 +75,10 @@ def _check_rank(side: str, manifest: RankManifest) -> None:
     if manifest.interleave != manifest.block_size:
         expected = f"interleave = block_size = {manifest.block_size}"
         raise PlanRefusedError(PlanRule.INTERLEAVE, where=where, expected=expected, actual=manifest.interleave)
+    kept = {span.key.role for span in manifest.spans if span.key.namespace is Namespace.DRAFT}
+    if manifest.draft and kept != _DRAFT_ROLES:
+        expected = f"caches of the draft {manifest.draft}: {', '.join(sorted(_DRAFT_ROLES))}"
+        raise PlanRefusedError(PlanRule.TENSORS, where=where, expected=expected, actual=sorted(kept) or "none")
     groups: defaultdict[tuple[Namespace, Role, int], list[Span]] = defaultdict(list)
     for span in manifest.spans:
         _check_span(where, manifest, span)
@@ -94,7 +99,7 @@ def _check_span(where: str, manifest: RankManifest, span: Span) -> None:
     where = f"{where}, {span.key.name}"
     place = span.place
     _check_numbers(where, (span.key.layer, span.start, place.offset), least=0)
-    paged = span.key.role in {Role.KEY, Role.VALUE}
+    paged = span.key.role.is_paged
     match place:
         case PagedPlace():
             _check_numbers(where, (span.length, place.block_stride, place.head_bytes, place.token_bytes), least=1)

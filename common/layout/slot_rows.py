@@ -48,8 +48,8 @@ def slot_bases(
     """
     _check_slot("src_slot", src_slot, template.src_num_slots)
     _check_slot("dst_slot", dst_slot, template.dst_num_slots)
-    _check_rows("src_row", src_row, template)
-    _check_rows("dst_row", dst_row, template)
+    _check_rows("src_row", src_row, template.src_num_rows, template.moved_rows)
+    _check_rows("dst_row", dst_row, template.dst_num_rows, template.moved_rows)
     return (
         src_slot * template.src_slot_stride + src_row * template.src_row_stride,
         dst_slot * template.dst_slot_stride + dst_row * template.dst_row_stride,
@@ -61,8 +61,8 @@ def _check_slot(field: str, slot: int, count: int) -> None:
         raise InvalidValueError(field=field, value=slot, rule=f"0 to {count - 1}")
 
 
-def _check_rows(field: str, row: int, template: SlotTemplate) -> None:
-    first = template.moved_rows - 1
-    if row < 0 or row + first >= template.num_rows:
+def _check_rows(field: str, row: int, num_rows: int, moved_rows: int) -> None:
+    first = moved_rows - 1
+    if row < 0 or row + first >= num_rows:
         shown = (row, row + first) if first else row
-        raise InvalidValueError(field=field, value=shown, rule=f"0 to {template.num_rows - 1}")
+        raise InvalidValueError(field=field, value=shown, rule=f"0 to {num_rows - 1}")

@@ -14,6 +14,9 @@ from common.layout.slot_rows import bind_slot
 from common.layout.templates import CopyTemplate, SlotTemplate
 from contracts.manifest import PlannedPart, Role
 
+STAGED_ROLES: Final = (Role.CONV, Role.SSM)
+"""What is made of the shares of several source ranks, and merged once all are there. All else is read straight into its place."""
+
 
 class _Staged(NamedTuple):
     """A copy of the plan, and where its bytes begin in a row."""
@@ -26,8 +29,8 @@ class StagedStates:
     """The states that one destination rank gets from all ranks of a source, as they lie in a row of `row_bytes` bytes."""
 
     def __init__(self, templates: Iterable[CopyTemplate]) -> None:
-        """`templates` are the plan's for one destination rank; those of KEY and VALUE are left out."""
-        slots = [each for each in templates if isinstance(each, SlotTemplate)]
+        """`templates` are the plan's for one destination rank; only those of `STAGED_ROLES` count."""
+        slots = [each for each in templates if isinstance(each, SlotTemplate) and each.part.role in STAGED_ROLES]
         slots.sort(key=lambda each: each.part.src_rank)
         self._staged: Final[list[_Staged]] = []
         end = 0

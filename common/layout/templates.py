@@ -44,7 +44,10 @@ class PagedTemplate(msgspec.Struct, frozen=True, kw_only=True, tag="paged"):
 
 
 class SlotTemplate(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
-    """Moves `moved_rows` rows of `row_bytes` bytes of one layer's CONV or SSM cache, from any slot to any slot."""
+    """Moves `moved_rows` rows of `row_bytes` bytes of one layer's CONV, SSM or BOOTSTRAP cache, from any slot to any slot.
+
+    A slot may have more rows on one side than on the other: how many depends on how many tokens a worker guesses.
+    """
 
     part: PlannedPart
     pieces: tuple[Piece, ...]
@@ -56,7 +59,8 @@ class SlotTemplate(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     dst_num_slots: int
     src_row_stride: int
     dst_row_stride: int
-    num_rows: int
+    src_num_rows: int
+    dst_num_rows: int
     moved_rows: int
     row_bytes: int
 

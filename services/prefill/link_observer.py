@@ -60,6 +60,8 @@ class LinkObserver:
             topology="" if terms is None else terms.topology,
             transport="" if terms is None else terms.transport,
             num_parts=0 if terms is None else terms.num_parts,
+            has_drafts=terms is not None and terms.has_drafts,
+            why_no_drafts="" if terms is None else terms.why_no_drafts,
         )
         self._count += 1
         subject = subjects.link_event(WorkerRole.PREFILL, self._own.worker_id, peer.worker_id, tell.event)
@@ -73,6 +75,8 @@ class LinkObserver:
             peer=peer.worker_id,
             peer_incarnation=peer.incarnation,
             num_parts=event.num_parts,
+            has_drafts=event.has_drafts,
+            why_no_drafts=event.why_no_drafts,
             rule=rule,
             reason=reason,
         )

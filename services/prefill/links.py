@@ -314,6 +314,8 @@ class Links:
             num_parts=0 if terms is None else terms.num_parts,
             token_bytes=0 if terms is None else terms.token_bytes,
             state_bytes=0 if terms is None else terms.state_bytes,
+            has_drafts=terms is not None and terms.has_drafts,
+            why_no_drafts="" if terms is None else terms.why_no_drafts[:_MAX_REASON_CHARS],
         )
 
     def _count(self, state: LinkState) -> int:

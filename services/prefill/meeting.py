@@ -114,6 +114,8 @@ def terms_of(plan: ReshardPlan, transport: str) -> Terms:
         num_parts=len(plan.parts),
         token_bytes=sum(nbytes // modulus for modulus, nbytes in paged_bytes.items()),
         state_bytes=state_bytes,
+        has_drafts=plan.has_drafts,
+        why_no_drafts=plan.why_no_drafts,
     )
 
 

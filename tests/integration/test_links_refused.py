@@ -36,8 +36,8 @@ FIELDS: list[tuple[str, str, Spoil]] = [
         lambda manifest: replace(manifest, model="other"),
     ),
     (
-        "same_draft",
-        "draft: none at the prefill worker, d1 at the decode worker (rule same_draft: start both with the same draft)",
+        "same_tensors",
+        "cannot plan a transfer: rule same_tensors, destination rank 0: expected caches of the draft d1: bootstrap, key, value, found none",
         lambda manifest: replace(manifest, draft="d1"),
     ),
     (
@@ -49,11 +49,6 @@ FIELDS: list[tuple[str, str, Spoil]] = [
         "same_dtypes",
         f"dtypes: {F32_TEXT} at the prefill worker, {BF16_TEXT} at the decode worker (rule same_dtypes: set dtype alike)",
         lambda manifest: replace(manifest, dtypes=BF16),
-    ),
-    (
-        "same_speculation_depth",
-        "num_speculative_tokens: 0 at the prefill worker, 3 at the decode worker (rule same_speculation_depth: set the speculation depth alike)",
-        lambda manifest: replace(manifest, num_speculative_tokens=3),
     ),
     (
         "schema_version",

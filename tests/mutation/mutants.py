@@ -142,7 +142,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         name="let two sequences have one staging row",
-        file="common/engine/rank.py",
+        file="common/engine/bindings.py",
         before="if binding.staging_row is not None and other.binding.staging_row == binding.staging_row:",
         after="if False:",
         tests=("tests/integration/test_engine_pull.py",),
@@ -170,9 +170,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         name="push what decode pulls",
-        file="common/engine/step_runner.py",
-        before="            if role not in push.pulled\n",
-        after="",
+        file="common/engine/step_pushes.py",
+        before="            if role not in self.pulled:",
+        after="            if True:",
         tests=("tests/integration/test_worker_pull_ranks.py",),
     ),
     Mutant(

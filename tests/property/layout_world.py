@@ -52,6 +52,7 @@ def make_shape(
         num_speculative_tokens=depth,
         num_draft_layers=draft,
         draft_whole=draft_whole,
+        hidden_size=5 if draft else 0,
     )
 
 
@@ -79,7 +80,7 @@ class Request:
 
     def row(self, role: Role) -> int:
         """The row of its slot at which the sequence's state begins."""
-        return self.conv_row if role is Role.CONV else self.ssm_row
+        return {Role.CONV: self.conv_row, Role.SSM: self.ssm_row}.get(role, 0)
 
 
 @dataclass
@@ -116,7 +117,8 @@ class Worker:
 
     @cached_property
     def _manifests(self) -> list[RankManifest]:
-        return [rank.manifest(worker_id=self.name, incarnation="i0", model="tiny") for rank in self.ranks]
+        draft = "tiny-head" if self.shape.num_draft_layers else ""
+        return [rank.manifest(worker_id=self.name, incarnation="i0", model="tiny", draft=draft) for rank in self.ranks]
 
     def poison(self) -> None:
         """Overwrite everything."""
@@ -138,6 +140,8 @@ class Worker:
                         view[request.slot, request.ssm_row] = content[key][
                             _even(self.shape.num_value_heads, self.tp, rank)
                         ]
+                    case Role.BOOTSTRAP:
+                        view[request.slot, 0] = content[key]
 
     def images(self, contents: Sequence[Content], requests: Sequence[Request]) -> tuple[list[Bytes], list[Bytes]]:
         """For each rank: its whole region as it must be after these requests, and which of its bytes are theirs (0 or 1)."""
@@ -202,7 +206,7 @@ def unsharded(shape: CacheShape, num_tokens: int, first: int = 1) -> Content:
                 dims: tuple[int, ...] = (shape.num_kv_heads, num_tokens, shape.head_dim)
             case Role.CONV:
                 dims = (3, cache.shape[2])
-            case Role.SSM:
+            case Role.SSM | Role.BOOTSTRAP:
                 dims = cache.shape[2:]
         size = int(np.prod(dims))
         content[key] = np.arange(at, at + size, dtype=np.uint32).astype(_unsigned(cache.dtype)).reshape(dims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_every_length_of_the_last_block_is_exact(num_tokens: int, src_tp: int, c
 
 @pytest.mark.parametrize("num_heads", HEADS)
 def test_replicas_share_the_writing_as_evenly_as_heads_can_be_dealt(num_heads: int) -> None:
-    """For every topology: no rank owes more than one head of one layer above another, and KEY and VALUE share a writer."""
+    """For every topology: no rank owes more than one head of one layer above another, nor more than one bootstrap; KEY and VALUE share a writer."""
     for whole in (False, True) if num_heads > 1 else (True,):
         shape = make_shape(layers="ff", kv=num_heads, draft=1, draft_whole=whole)
         destinations = [Worker(shape, *cut, name="decode-0") for cut in cuts(num_heads)]
@@ -92,12 +93,15 @@ def test_replicas_share_the_writing_as_evenly_as_heads_can_be_dealt(num_heads: i
             source = Worker(shape, tp)
             for destination in destinations:
                 made = link(source, destination)
-                owed = dict.fromkeys(range(tp), 0)
+                owed, bootstraps = dict.fromkeys(range(tp), 0), dict.fromkeys(range(tp), 0)
                 for template in made.templates:
-                    assert isinstance(template, PagedTemplate)
                     if template.part.role is Role.KEY:
+                        assert isinstance(template, PagedTemplate)
                         owed[template.part.src_rank] += template.piece.length
+                    elif template.part.role is Role.BOOTSTRAP:
+                        bootstraps[template.part.src_rank] += 1
                 assert max(owed.values()) - min(owed.values()) <= 1
+                assert max(bootstraps.values()) - min(bootstraps.values()) <= 1
                 keys, values = (
                     [(p.namespace, p.layer, p.src_rank, p.dst_rank) for p in made.parts if p.role is role]
                     for role in (Role.KEY, Role.VALUE)
@@ -114,6 +118,47 @@ def test_a_draft_body_that_is_whole_on_every_rank_is_sent_once_to_each() -> None
     for rank in (0, 1):
         pieces = [t.piece for t in drafts if isinstance(t, PagedTemplate) and t.part.dst_rank == rank]
         assert sorted(head for p in pieces for head in range(p.start, p.start + p.length)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("src_depth", "dst_depth"), [(0, 1), (0, 8), (8, 0), (2, 5)])
+@pytest.mark.parametrize(("src_tp", "cut"), [(1, (4, 2)), (2, (1, 1)), (4, (2, 1))])
+def test_workers_that_guess_more_or_fewer_tokens_reshard_exactly(
+    src_depth: int, dst_depth: int, src_tp: int, cut: Cut
+) -> None:
+    """Slots have rows for as many tokens as their own worker guesses: the state moves from its row there to its row here."""
+    src, dst = (
+        make_shape(layers="lf", kv=2, hk=4, hv=4, draft=1, depth=depth, draft_whole=depth > 2)
+        for depth in (src_depth, dst_depth)
+    )
+    here = replace(SOURCE, conv_row=src_depth, ssm_row=src_depth)
+    there = replace(DESTINATION, conv_row=dst_depth, ssm_row=dst_depth)
+    made = Checker([(here, there)]).check(Worker(src, src_tp), Worker(dst, *cut, name="decode-0"))
+    assert made.has_drafts
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 3), (3, 1), (2, 6), (8, 8)])
+def test_each_rank_gets_the_bootstrap_once(src_tp: int, dst_tp: int) -> None:
+    """It is whole everywhere: one source rank writes it for each destination rank, and as many take part as can."""
+    shape = make_shape(layers="f", kv=1, draft=1)
+    made = link(Worker(shape, src_tp), Worker(shape, dst_tp, name="decode-0"))
+    found = [part for part in made.parts if part.role is Role.BOOTSTRAP]
+    assert sorted(part.dst_rank for part in found) == list(range(dst_tp))
+    assert len({part.src_rank for part in found}) == min(src_tp, dst_tp)
+    assert {(part.namespace, part.layer, part.modulus) for part in found} == {(Namespace.DRAFT, 0, 1)}
+
+
+@pytest.mark.parametrize(("src_draft", "dst_draft"), [(0, 1), (1, 0)])
+def test_a_draft_that_one_worker_lacks_stays_behind(src_draft: int, dst_draft: int) -> None:
+    """The rest is planned as if there were no draft on either side, and the plan says what was missing."""
+    src, dst = (make_shape(layers="lf", kv=2, hk=2, hv=2, draft=draft) for draft in (src_draft, dst_draft))
+    made = link(Worker(src, 2), Worker(dst, 1, name="decode-0"))
+    assert not made.has_drafts
+    assert "draft: " in made.why_no_drafts
+    assert "none at the " in made.why_no_drafts
+    plain = make_shape(layers="lf", kv=2, hk=2, hv=2)
+    alone = link(Worker(plain, 2), Worker(plain, 1, name="decode-0"))
+    assert (alone.has_drafts, alone.why_no_drafts) == (False, "")
+    assert made.parts == alone.parts
 
 
 def test_one_layer_and_many_receivers_still_use_all_replicas() -> None:

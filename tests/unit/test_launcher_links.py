@@ -115,6 +115,8 @@ def test_every_pair_has_a_line_and_a_reason_when_it_is_not_linked() -> None:
         link("prefill-0", "decode-2", LinkState.MEETING, num_failures=2, reason="no answer"),
         replace(link("prefill-0", "decode-3"), decode=WorkerRef(worker_id="decode-3", incarnation="before")),
         link("prefill-9", "decode-0"),
+        link("prefill-9", "decode-1", num_parts=7, has_drafts=True),
+        link("prefill-9", "decode-2", num_parts=7, why_no_drafts="draft: d1 here, none there"),
     ]
     unmet = "the prefill worker has not met this start of the decode worker"
     assert reasons(links, workers) == {
@@ -125,13 +127,19 @@ def test_every_pair_has_a_line_and_a_reason_when_it_is_not_linked() -> None:
         "prefill-0 decode-4": ("none", unmet),
         "prefill-0 decode-5": ("none", "decode-5 drains"),
         "prefill-9 decode-0": ("linked", "prefill-9 is gone"),
+        "prefill-9 decode-1": ("linked", "prefill-9 is gone"),
+        "prefill-9 decode-2": ("linked", "prefill-9 is gone; no drafts come along: draft: d1 here, none there"),
     }
-    head, first = render_links(links, workers).splitlines()[:2]
+    lines = render_links(links, workers).splitlines()
+    head, first = lines[:2]
+    drafts = {line.split()[1]: line.split()[4:] for line in lines if line.startswith("prefill-9")}
+    assert (drafts["decode-1"], drafts["decode-2"]) == (["yes", "7"], ["no", "7"])
     assert head.split() == [
-        *["prefill", "decode", "state", "since", "topology", "transport", "parts", "bytes/token", "state", "bytes"]
+        *["prefill", "decode", "state", "since", "topology", "transport", "drafts", "parts", "bytes/token"],
+        *["state", "bytes"],
     ]
     assert first.split() == [
-        *["prefill-0", "decode-0", "linked", "2030-01-01T10:20:30Z", "tp2", "->", "tp1", "shm", "1,234"],
+        *["prefill-0", "decode-0", "linked", "2030-01-01T10:20:30Z", "tp2", "->", "tp1", "shm", "no", "1,234"],
     ]
 
 

@@ -14,6 +14,7 @@ from contracts.manifest import (
     CacheDtypes,
     Coordinates,
     Dtype,
+    Namespace,
     PagedPlace,
     RankManifest,
     Role,
@@ -101,9 +102,8 @@ SPOILED_SOURCES: list[tuple[str, PlanRule, Callable[[Manifests], Manifests]]] = 
     ("a newer schema", PlanRule.SCHEMA_VERSION, lambda m: [m[0], replace(m[1], schema_version=3)]),
     ("an interleave of its own", PlanRule.INTERLEAVE, lambda m: on_all(m, interleave=6)),
     ("another model", PlanRule.MODEL, lambda m: on_all(m, model="other")),
-    ("another draft", PlanRule.DRAFT, lambda m: on_all(m, draft="other")),
+    ("a draft without its caches", PlanRule.TENSORS, lambda m: on_all(m, draft="other")),
     ("an older schema", PlanRule.SCHEMA_VERSION, lambda m: on_all(m, schema_version=0)),
-    ("another speculation depth", PlanRule.SPECULATION, lambda m: on_all(m, num_speculative_tokens=2)),
     (
         "no dcp at the source",
         PlanRule.CONTEXT_PARALLEL,
@@ -180,13 +180,46 @@ def test_another_dtype_is_refused() -> None:
 
 def test_all_that_differs_is_named_at_once() -> None:
     """Who reads the refusal can mend everything in one go: each field with both values, its rule, and what to change."""
-    error = refused(on_all(source(), draft="d1"), on_all(destination(), model="other", num_speculative_tokens=2))
+    other = make_shape(layers="lf", kv=2, hk=2, hv=2, dtype=Dtype.FLOAT16)
+    error = refused(source(), on_all(Worker(other, 1, name="decode-0").manifests(), model="other"))
     assert error.message == str(error)
+    dtypes = "key={0} value={0} conv={0} ssm=float32"
     assert error.message.split("; ") == [
         "model: tiny at the prefill worker, other at the decode worker (rule same_model: start both from the same checkpoint)",
-        "draft: d1 at the prefill worker, none at the decode worker (rule same_draft: start both with the same draft)",
-        "num_speculative_tokens: 0 at the prefill worker, 2 at the decode worker (rule same_speculation_depth: set the speculation depth alike)",
+        f"dtypes: {dtypes.format('float32')} at the prefill worker, {dtypes.format('float16')} at the decode worker (rule same_dtypes: set dtype alike)",
     ]
+
+
+def test_another_number_of_guesses_is_no_reason_to_refuse() -> None:
+    """How many tokens a worker guesses is its own affair."""
+    assert plan(source(), on_all(destination(), num_speculative_tokens=2)).parts == plan(source(), destination()).parts
+
+
+@pytest.mark.parametrize(
+    ("tensor", "changes"),
+    [
+        ("draft/bootstrap/0/whole", {"hidden_size": 6}),
+        ("draft/key/0/whole", {"head_dim": 4}),
+        ("draft/key/0/whole", {"num_kv_heads": 4}),
+    ],
+    ids=["hidden size", "head size", "heads"],
+)
+def test_the_same_draft_of_another_shape_is_refused(tensor: str, changes: dict[str, int]) -> None:
+    """Who claims the same draft head must keep the same caches of it: the refusal names the cache."""
+    shape = make_shape(layers="lf", kv=2, hk=2, hv=2, draft=1)
+    honest = Worker(shape, 1, name="decode-0").manifests()[0]
+    lying = Worker(replace(shape, **changes), 1, name="decode-0").manifests()[0]
+    spans = [span for span in honest.spans if span.key.namespace is Namespace.TARGET]
+    spans += [moved_by(span, honest.region_bytes) for span in lying.spans if span.key.namespace is Namespace.DRAFT]
+    claimed = replace(honest, spans=tuple(spans), region_bytes=honest.region_bytes + lying.region_bytes)
+    error = refused(Worker(shape, 2).manifests(), [claimed])
+    assert error.rule in {PlanRule.UNIT, PlanRule.GAP}
+    assert tensor in error.where
+
+
+def moved_by(span: Span, nbytes: int) -> Span:
+    """The span, so many bytes further down."""
+    return replace(span, place=replace(span.place, offset=span.place.offset + nbytes))
 
 
 def test_a_receiver_with_more_heads_is_refused() -> None:

@@ -98,6 +98,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(source for source, _ in self.debts)
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether the caches of a draft head are among what was planned."""
+        return any(part.namespace is Namespace.DRAFT for part in self.planned)
+
+    @property
     def owes(self) -> bool:
         """Whether anything is to be brought at all."""
         return any(ranges for _, debt in self.debts for _, ranges in debt)
@@ -146,11 +151,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return (Transfer.PULL if part.role in self.pulled else Transfer.PUSH), part.src_rank
 
     def owed(self, part: PlannedPart) -> Ranges:
-        """The ranges that `part` must bring: tokens past the cached ones, counted by what the destination keeps, or `[0, 1)` of a state.
+        """The ranges that `part` must bring: tokens past the cached ones, counted by what the destination keeps, or `[0, 1)` of a slot.
 
         A draft cache has no token 0: its first pair is kept at position 1.
         """
-        if part.role in {Role.CONV, Role.SSM}:
+        if not part.role.is_paged:
             return ((0, 1),)
         start = max(self.num_cached_tokens, 1) if part.namespace is Namespace.DRAFT else self.num_cached_tokens
         return held_range(start, self.num_prompt_tokens, self.block_size, part.modulus, part.residue)

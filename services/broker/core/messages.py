@@ -150,6 +150,7 @@ def commit(handoff: Handoff, first_token: int, at_ns: int) -> CommitHandoff:
         num_cached_tokens=handoff.record.num_prefill_cached_tokens,
         timeout_ms=handoff.remaining_ms(at_ns),
         digests=handoff.finished.digests if handoff.record.verify and handoff.finished is not None else (),
+        drafts=handoff.record.drafts,
     )
 
 

@@ -74,6 +74,7 @@ def reserved(turn: Turn, answer: Reserved, rpc_ms: float) -> None:
         num_cached_tokens=answer.num_cached_tokens,
         pulled=answer.pulled,
         verify=answer.verify,
+        drafts=ledger.has_drafts,
     )
     turn.set(ledger=ledger)
     if turn.handoff.lacks_digests:

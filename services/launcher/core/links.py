@@ -7,12 +7,23 @@ from collections.abc import Sequence
 from contracts.links import LinkEvent, LinkRecord, LinkState
 from contracts.workers import WorkerRecord, WorkerRole, WorkerState
 
-_HEAD = ("prefill", "decode", "state", "since", "topology", "transport", "parts", "bytes/token", "state bytes")
-_NUM_LEFT = 6
+_HEAD = (
+    "prefill",
+    "decode",
+    "state",
+    "since",
+    "topology",
+    "transport",
+    "drafts",
+    "parts",
+    "bytes/token",
+    "state bytes",
+)
+_NUM_LEFT = 7
 
 
 def render_links(links: Sequence[LinkRecord], workers: Sequence[WorkerRecord]) -> str:
-    """The table, with the reason below each pair that is not linked. No newline at the end.
+    """The table, with the reason below each pair that is not linked, or leaves a draft's cache behind. No newline at the end.
 
     A pair of workers that live and have no record of these two starts is told of as well: it has not met.
     """
@@ -42,6 +53,8 @@ def render_link_event(event: LinkEvent) -> str:
         ("topology", event.topology),
         ("transport", event.transport),
         ("parts", f"{event.num_parts:,}" if event.num_parts else ""),
+        ("drafts", "yes" if event.has_drafts else ""),
+        ("no_drafts", event.why_no_drafts),
         ("rule", event.rule),
         ("reason", event.reason),
     )
@@ -64,8 +77,11 @@ def _row(pair: tuple[str, str], link: LinkRecord | None, alive: dict[str, Worker
         reason = "; ".join([*(f"{worker_id} is gone" for worker_id in gone), *([reason] if reason else [])])
     elif link.state is LinkState.MEETING and link.num_failures:
         reason = f"{link.num_failures} tries failed: {reason}"
+    if link.why_no_drafts:
+        reason = "; ".join([*([reason] if reason else []), f"no drafts come along: {link.why_no_drafts}"])
     figures = (_count(link.num_parts), _count(link.token_bytes), _count(link.state_bytes))
-    return (*pair, link.state, _second(link.since), link.topology, link.transport, *figures), reason
+    drafts = ("yes" if link.has_drafts else "no") if link.num_parts else ""
+    return (*pair, link.state, _second(link.since), link.topology, link.transport, drafts, *figures), reason
 
 
 def _second(moment: str) -> str:

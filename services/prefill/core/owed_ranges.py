@@ -18,16 +18,18 @@ def owed_ranges(parts: Iterable[PlannedPart], start: int, end: int, block_size: 
     """The ranges that complete each part of a prompt whose tokens `[start, end)` are moved; parts that get none are left out.
 
     They count the tokens that each destination rank keeps, as reports do. Of a prompt of few blocks some ranks of a context-parallel group get none.
+    A draft's cache has no token 0.
     """
-    shares: dict[tuple[int, int], RangeSet] = {}
+    shares: dict[tuple[int, int, int], RangeSet] = {}
     owed: dict[OwedKey, RangeSet] = {}
     for part in parts:
-        if part.role in {Role.CONV, Role.SSM}:
+        if not part.role.is_paged:
             ranges = _STATE
         else:
-            share = part.modulus, part.residue
+            first = max(start, 1) if part.namespace is Namespace.DRAFT else start
+            share = first, part.modulus, part.residue
             if share not in shares:
-                shares[share] = RangeSet(held_range(start, end, block_size, *share))
+                shares[share] = RangeSet(held_range(first, end, block_size, part.modulus, part.residue))
             ranges = shares[share]
         if ranges.ranges:
             owed[part.src_rank, part.namespace, part.role, part.layer, part.dst_rank] = ranges

@@ -46,6 +46,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     num_parts: int
     token_bytes: int
     state_bytes: int
+    has_drafts: bool = False
+    why_no_drafts: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
