@@ -13,10 +13,12 @@ from contracts.requests import SamplingParams
 from tests.integration.byte_session import ByteSession
 from tests.integration.cache_bytes import Memories
 from tests.integration.handoff_pairs import BUDGET, NUM_BLOCKS, Worker, link, start_worker
-from tests.integration.pull_session import NUM_ROWS, PullSession
+from tests.integration.pull_session import NUM_DECODED, PullSession
 from tests.integration.stored_reference import StoredPrompt, load_reference
 
 WIDE = load_reference("wide")
+BATCH = 8
+"""Sequences side by side, each with a staging row where it is pulled."""
 BY_LENGTH = {len(prompt.token_ids): prompt for prompt in WIDE.prompts}
 Cut = tuple[int, int]
 """tp and dcp."""
@@ -52,7 +54,7 @@ class World:
         """The worker of a role and cut, started now if nobody has asked for it before."""
         name = f"{role}{tp}-{dcp}"
         if name not in self._workers:
-            rows = NUM_ROWS if role == "d" else 0
+            rows = BATCH if role == "d" else 0
             self._workers[name] = await start_worker(
                 name, self.folder, self.sockets, tp, dcp=dcp, memories=self.memories, num_staging_rows=rows
             )
@@ -81,10 +83,18 @@ class World:
             await session.end()
 
     @asynccontextmanager
-    async def pull_session(self, prefill: int, decode: Cut) -> AsyncIterator[PullSession]:
-        """Handoffs that decode pulls."""
+    async def pull_session(
+        self, prefill: int, decode: Cut, num_decoded: int = NUM_DECODED
+    ) -> AsyncIterator[PullSession]:
+        """Handoffs that decode pulls, with memory for so many tokens behind each prompt."""
         source, destination = await self.pair("pull", prefill, decode)
-        session = PullSession(source=source, destination=destination, memories=self.memories)
+        session = PullSession(
+            source=source,
+            destination=destination,
+            memories=self.memories,
+            num_rows=BATCH,
+            num_decoded=num_decoded,
+        )
         try:
             yield session
         finally:

@@ -14,7 +14,7 @@ from common.dataplane.port import DataPlane
 from common.engine.collectives.threads import ThreadGroup
 from common.engine.port import EngineInfo
 from common.engine.rank_group import RankGroup
-from common.engine.rank_launch import ThreadLauncher
+from common.engine.rank_launch import Launcher, ThreadLauncher
 from common.engine.rank_process import RankEnvironment, serve
 from common.engine.transports import open_data_plane
 from common.layout.planner import ReshardPlan, plan
@@ -96,8 +96,12 @@ async def start_worker(
     num_staging_rows: int = 0,
     failpoints: str = "",
     open_plane: Callable[[StartRank, Clock], DataPlane] = open_data_plane,
+    launcher: Launcher | None = None,
 ) -> Worker:
-    """Start an engine of `tp` thread ranks, each `dcp` of which share the blocks of a sequence, whose regions `memories` remembers; their data planes come from `open_plane`."""
+    """Start an engine of `tp` ranks, each `dcp` of which share the blocks of a sequence.
+
+    They are threads, whose regions `memories` remembers and whose data planes come from `open_plane`, unless there is a `launcher`.
+    """
     threads = ThreadGroup(tp, timeout_s=60)
     clock = SystemClock()
 
@@ -137,7 +141,7 @@ async def start_worker(
         )
         for rank in range(tp)
     ]
-    group = RankGroup(starts, ThreadLauncher(serve_rank))
+    group = RankGroup(starts, launcher or ThreadLauncher(serve_rank))
     return Worker(name=name, group=group, info=await group.start())
 
 

@@ -45,12 +45,17 @@ class Pulled:
 class PullSession(EngineSession):
     """Some pulls of `destination`, which must be linked with `source` as its source. Leave with `end`."""
 
+    num_rows: int = NUM_ROWS
+    """Staging rows of the destination."""
+    num_decoded: int = NUM_DECODED
+    """Tokens that are reserved behind each prompt."""
     pulled: list[Pulled] = field(default_factory=list)
     _free: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    _rows: list[int] = field(default_factory=lambda: list(range(NUM_ROWS)))
+    _rows: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._rows = list(range(self.num_rows))
         order = random.Random(3)
         for worker in (self.source, self.destination):
             blocks, slots = list(range(NUM_BLOCKS)), list(range(NUM_SLOTS))
@@ -61,8 +66,8 @@ class PullSession(EngineSession):
     async def reserve(self, prompt: Sequence[int], num_cached_tokens: int = 0) -> Pulled:
         """Bind a prompt on both sides: at the destination with a staging row, at the source with the secret of a grant to read."""
         seq, length = len(self.pulled) + 1, len(prompt)
-        own, slot = self.take(self.source, length + NUM_DECODED)
-        ids, there = self.take(self.destination, length + NUM_DECODED)
+        own, slot = self.take(self.source, length + self.num_decoded)
+        ids, there = self.take(self.destination, length + self.num_decoded)
         grant = Grant(
             worker_id=self.source.name,
             incarnation=self.source.ref.incarnation,
@@ -83,7 +88,7 @@ class PullSession(EngineSession):
             "seq": seq,
             "handoff_id": f"h{seq}",
             "num_prompt_tokens": length,
-            "sampling": SamplingParams(max_tokens=NUM_DECODED, seed=1, temperature=0.0, ignore_eos=True),
+            "sampling": SamplingParams(max_tokens=self.num_decoded, seed=1, temperature=0.0, ignore_eos=True),
         }
         await self.destination.group.bind(
             BindSequence(
@@ -122,7 +127,7 @@ class PullSession(EngineSession):
         memories = self.memories.of(self.destination.name)
         copies = [memoryview(bytearray(memory)) for memory in memories]
         for manifest, memory in zip(manifests, copies, strict=True):
-            start, stride = staging_of(manifest)
+            start, stride = staging_of(manifest, self.num_rows)
             for each in self.pulled:
                 row = np.frombuffer(memory, np.uint8)[start + each.row * stride :][:stride]
                 row[:] = POISON
@@ -138,7 +143,7 @@ class PullSession(EngineSession):
         return tuple(blocks.pop() for _ in range(-(-num_tokens // worker.block_tokens))), slots.pop()
 
 
-def staging_of(manifest: RankManifest) -> tuple[int, int]:
+def staging_of(manifest: RankManifest, num_rows: int = NUM_ROWS) -> tuple[int, int]:
     """Where the staging rows of a rank begin, and how far they are apart: what lies behind the last cache."""
     end = 0
     for span in manifest.spans:
@@ -149,7 +154,7 @@ def staging_of(manifest: RankManifest) -> tuple[int, int]:
             first = min(other.place.offset for other in manifest.spans if _same_cache(span, other))
             end = max(end, first + manifest.num_slots * place.slot_stride)
     start = -(-end // 64) * 64
-    return start, (manifest.region_bytes - start) // NUM_ROWS
+    return start, (manifest.region_bytes - start) // num_rows
 
 
 def _same_cache(span: Any, other: Any) -> bool:

@@ -15,16 +15,14 @@ import torch
 from common.engine.attention_metadata import AttentionGeometry, Ints
 from common.engine.context_group import ContextGroup
 from common.engine.port import EngineDeadError, EngineError
-from common.engine.rank_launch import ProcessLauncher
 from common.worker.core.verification import differences
 from contracts.manifest import PagedPlace, Role
-from contracts.rank import CollectivesKind, PeerSide, StepItem, StepPlan
+from contracts.rank import PeerSide, StepItem, StepPlan
 from tests.integration.cache_bytes import differing
-from tests.integration.context_parallel_world import BY_LENGTH, WIDE, Cut, World, decode_batch, generate
+from tests.integration.context_parallel_world import BATCH, BY_LENGTH, WIDE, Cut, World, decode_batch, generate
 from tests.integration.engine_world import binding, engine, starts, thread_launcher
 from tests.integration.handoff_pairs import hand_over
 from tests.integration.make_reference import hash_weights
-from tests.integration.pull_session import NUM_DECODED, NUM_ROWS
 from tests.integration.reference_prompts import MIN_MARGIN, NUM_OUTPUT_TOKENS, wide_model
 from tests.integration.stored_reference import StoredPrompt
 
@@ -36,7 +34,6 @@ EDGES = [BY_LENGTH[length] for length in (1, 33, 65, 200)]
 """Less than a block, one token more than two ranks take in turn, one more than four do, and two chunks."""
 FEW = [BY_LENGTH[length] for length in (15, 64, 129)]
 NUM_FEW = 5
-BATCH = 8
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -201,33 +198,6 @@ async def test_illegal_groups_and_foreign_blocks_are_refused(world: World, tmp_p
     assert await worker.group.release((0,), worker.next_generation(), 5000) == frozenset()
 
 
-async def _processes(folder: Path, sockets: Path, cut: Cut, **changes: Any) -> list[int]:
-    tp, dcp = cut
-    prompt = BY_LENGTH[65]
-    chosen: list[int] = []
-    async with engine(starts(folder, sockets, tp, dcp=dcp, **changes), ProcessLauncher()) as (group, _):
-        await group.bind(binding(0, len(prompt.token_ids)))
-        start, tokens = 0, prompt.token_ids
-        for step in range(NUM_FEW):
-            item = StepItem(seq=0, start=start, num_tokens=max(1, len(tokens)), token_ids=tokens, sample=True)
-            result = await group.step(StepPlan(step=step, items=(item,)))
-            chosen.append(result.tokens[0].token_id)
-            start, tokens = start + max(1, len(tokens)), ()
-    return chosen
-
-
-async def test_rank_processes_share_blocks_over_shared_memory(world: World, tmp_path: Path) -> None:
-    """Four processes, two groups: the reference's tokens."""
-    assert await _processes(world.folder, tmp_path, (4, 2)) == list(BY_LENGTH[65].output_ids[:NUM_FEW])
-
-
-@pytest.mark.long
-async def test_rank_processes_share_blocks_over_gloo(world: World, tmp_path: Path) -> None:
-    """The same with another adapter."""
-    chosen = await _processes(world.folder, tmp_path, (4, 2), collectives=CollectivesKind.GLOO)
-    assert chosen == list(BY_LENGTH[65].output_ids[:NUM_FEW])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 async def test_every_pair_gives_the_reference_tokens_when_pushed(world: World, prefill: int, decode: Cut) -> None:
@@ -241,15 +211,15 @@ async def test_every_pair_gives_the_reference_tokens_when_pushed(world: World, p
 @pytest.mark.long
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 async def test_every_pair_gives_the_reference_tokens_when_pulled(world: World, prefill: int, decode: Cut) -> None:
-    """The first tokens of each prompt, in batches of as many as have staging rows."""
-    for prompts in _batches(NUM_ROWS):
-        async with world.pull_session(prefill, decode) as session:
+    """64 tokens of each prompt, in batches of as many as have staging rows."""
+    for prompts in _batches(BATCH):
+        async with world.pull_session(prefill, decode, NUM_OUTPUT_TOKENS) as session:
             batch = [await session.reserve(prompt.token_ids) for prompt in prompts]
             for each in batch:  # by itself: some chunks of three prompts are more than a step holds
                 await session.prefill(each)
                 assert (await session.pull(each)).error is None
-            outputs = await decode_batch(session.destination, batch, NUM_DECODED)
-        assert outputs == [prompt.output_ids[:NUM_DECODED] for prompt in prompts]
+            outputs = await decode_batch(session.destination, batch, NUM_OUTPUT_TOKENS)
+        assert outputs == [prompt.output_ids for prompt in prompts]
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import msgspec
 from common.runtime.clock import SystemClock
 from services.launcher.console import Console
 from tests.e2e.chaos.run import ChaosSettings, run_chaos
-from tests.e2e.chaos.streams import REQUEST_S
+from tests.e2e.chaos.streams import REQUEST_S, STRICT_REQUEST_S
 
 
 def main() -> int:
@@ -29,7 +29,12 @@ def main() -> int:
         action="store_true",
         help="streams that have begun must go on, unless outages left them less time than they need in calm",
     )
-    parser.add_argument("--deadline", type=float, default=REQUEST_S, metavar="SECONDS", help="of each request")
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        metavar="SECONDS",
+        help=f"of each request; {REQUEST_S:.0f}, and {STRICT_REQUEST_S:.0f} with --strict",
+    )
     arguments = parser.parse_args()
     settings = ChaosSettings(
         seed=arguments.seed,
@@ -37,7 +42,7 @@ def main() -> int:
         duration_s=arguments.minutes * 60,
         transport=arguments.transport,
         strict=arguments.strict,
-        request_s=arguments.deadline,
+        request_s=arguments.deadline or (STRICT_REQUEST_S if arguments.strict else REQUEST_S),
         workers=(("prefill", "tp=2"), ("decode", arguments.decode), ("decode", arguments.decode)),
     )
     if arguments.mixed:

@@ -66,7 +66,7 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True):
 def draw(rng: random.Random, workers: tuple[str, ...], num_brokers: int) -> Fault:
     """A fault by chance: any process, any moment or a named one."""
     brokers = ("broker", *(f"broker-{number}" for number in range(1, num_brokers)))
-    ranks = tuple(f"{worker}/rank-{number}" for worker in workers for number in (0, 1))
+    ranks = tuple(f"{worker}/rank-{number}" for worker in workers for number in range(4))
     target = rng.choice((rng.choice(workers), rng.choice(ranks), rng.choice(brokers), "nats", "router"))
     actions = tuple(_WEIGHTS)
     action = rng.choices(actions, weights=tuple(_WEIGHTS.values()))[0]

@@ -17,6 +17,8 @@ from tests.e2e.chaos.cases import Case
 
 REQUEST_S: Final = 25.0
 """What the router gives each request, unless a run says otherwise."""
+STRICT_REQUEST_S: Final = 60.0
+"""For streams that must go on: the only worker of a role may be frozen for 9 s, and then have to start anew, twice."""
 SLACK_S: Final = 20.0
 """How much later a client may see the end: a router that stands still tells nobody until it wakes."""
 _RETRY_S: Final = 0.5

@@ -166,7 +166,7 @@ def test_every_process_and_phase_is_hit_by_chance() -> None:
     rng = random.Random(1)
     faults = [draw(rng, ("prefill-0", "decode-0"), 2) for _ in range(2000)]
     targets = {fault.target for fault in faults}
-    ranks = {f"{worker}/rank-{number}" for worker in ("prefill-0", "decode-0") for number in (0, 1)}
+    ranks = {f"{worker}/rank-{number}" for worker in ("prefill-0", "decode-0") for number in range(4)}
     assert targets == {"prefill-0", "decode-0", "broker", "broker-1", "nats", "router"} | ranks
     assert {fault.action for fault in faults} == set(Action)
     assert len({fault.phase for fault in faults}) == 8
