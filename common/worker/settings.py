@@ -36,7 +36,7 @@ class EngineKind(StrEnum):
 
 
 class PulledRoles(StrEnum):
-    """What a decode worker that pulls reads itself: the recurrent states, or all of a request's cache."""
+    """What a decode worker that pulls reads itself: the recurrent states, or all of a request's cache, with that of a draft head."""
 
     STATES = "states"
     ALL = "all"
@@ -44,7 +44,7 @@ class PulledRoles(StrEnum):
     @property
     def roles(self) -> tuple[Role, ...]:
         """The roles of the caches; the others are pushed."""
-        return _STATES if self is PulledRoles.STATES else (Role.KEY, Role.VALUE, *_STATES)
+        return _STATES if self is PulledRoles.STATES else tuple(Role)
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
