@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import assert_never
 
 import torch
 
@@ -17,6 +18,7 @@ from common.engine.full_attention import FullAttention, PagedCache
 from common.engine.model import Model
 from common.engine.mtp_drafter import MtpDrafter
 from common.engine.mtp_head import FIRST_KEY, MtpHead
+from common.engine.ngram_drafter import NgramDrafter
 from common.engine.shard import RankShard
 from common.engine.tensor_parallel import TensorParallel
 from common.engine.weights import load_mtp_weights
@@ -47,10 +49,17 @@ def make_drafter(
     agreement: Agreement,
     device: Device,
     dtype: torch.dtype,
-) -> MtpDrafter | None:
+) -> MtpDrafter | NgramDrafter | None:
     """The drafter of a rank that has passed `check_drafts`; None where nothing is guessed. Raises `CheckpointError`."""
-    if start.drafter is DrafterKind.NONE:
-        return None
+    match start.drafter:
+        case DrafterKind.NONE:
+            return None
+        case DrafterKind.NGRAM:
+            return NgramDrafter(model.config.vocab_size)
+        case DrafterKind.MTP:
+            pass
+        case _:
+            assert_never(start.drafter)
     config = model.config
     shard = RankShard(config=config) if start.mtp_draft_body_tp1 else model.shard
     head = MtpHead(

@@ -1,32 +1,23 @@
 """Choosing the next token: deterministic for given logits, parameters, seed and position, whatever else is in the batch.
 
-Random numbers are counter-based, so that a request that is dispatched again continues with the same draws: with M the
-finaliser of SplitMix64 (Steele, Lea, Flood 2014) and c its increment, draw(seed, position, purpose) is the upper 53 bits of
-M(M(M(seed + c) + position + c) + purpose + c), as a fraction of 2^53.
+A token is drawn by a race that all tokens run (`common.engine.race`): the share of its weight is its probability to win. Whoever
+draws at the same place from other weights, as a draft does, runs the same race.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Final
 
 import torch
 
+from common.engine.race import arrival_times
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.requests import SamplingParams
 
-_MASK: Final = 2**64 - 1
-_INCREMENT: Final = 0x9E3779B97F4A7C15
-
-
-class Purpose(IntEnum):
-    """What a random number is for: numbers of different purposes at one position are independent."""
-
-    TOKEN = 0
-    DRAFT = 1
-    ACCEPT = 2
+_NUMBERS_AT_ONCE: Final = 1 << 18
+"""Rows are drawn in batches of so many weights, which stay in the processor's cache."""
 
 
 class BadLogitsError(PdmeshError):
@@ -42,21 +33,6 @@ class Draw:
     sampling: SamplingParams
     position: int
     num_generated: int
-
-
-def _finalise(word: int) -> int:
-    word = (word + _INCREMENT) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)
-
-
-def uniform(seed: int, position: int, purpose: Purpose = Purpose.TOKEN) -> float:
-    """A number in [0, 1) that depends on its arguments alone; see the module's text for the formula."""
-    word = _finalise(seed & _MASK)
-    word = _finalise((word + position) & _MASK)
-    word = _finalise((word + purpose) & _MASK)
-    return (word >> 11) / 2.0**53
 
 
 class Sampler:
@@ -78,59 +54,46 @@ class Sampler:
         best, tokens = logits.max(-1)
         if not bool(best.isfinite().all()):
             raise BadLogitsError("the logits of a sequence are not finite")
-        plain = [
-            row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and not _filtered(draw.sampling)
-        ]
-        filtered = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and _filtered(draw.sampling)]
-        # A row is handled by its own parameters, never by its neighbours': rounding must not depend on the batch.
-        for rows, choose in ((plain, choose_any), (filtered, choose_filtered)):
-            if rows:
-                some = [draws[row] for row in rows]
-                numbers = torch.tensor(
-                    [uniform(draw.sampling.seed, draw.position) for draw in some], dtype=torch.float64
-                )
-                tokens[rows] = choose(logits[rows], [draw.sampling for draw in some], numbers)
+        drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+        size = logits.shape[-1]
+        count = max(1, _NUMBERS_AT_ONCE // size)
+        for first in range(0, len(drawn), count):
+            rows = drawn[first : first + count]
+            places = [(draws[row].sampling.seed, draws[row].position) for row in rows]
+            params = [draws[row].sampling for row in rows]
+            tokens[rows] = choose(logits[rows], params, arrival_times(places, size))
         chosen: list[int] = tokens.tolist()
         return chosen
 
 
-def _filtered(sampling: SamplingParams) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1
+def choose(logits: torch.Tensor, params: Sequence[SamplingParams], times: torch.Tensor) -> torch.Tensor:
+    """Draw each row from softmax(logits / temperature) after `top_k`, then `top_p`: whose time over its weight is least.
 
-
-def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    temperatures = torch.tensor([sampling.temperature for sampling in params], dtype=torch.float64)
-    return torch.softmax(logits.double() / temperatures[:, None], -1)
-
-
-def _invert(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Index of the first entry at which the running sum exceeds `numbers` times the whole sum; never an entry of weight 0."""
-    sums = probabilities.cumsum(-1)
-    targets = numbers[:, None] * sums[:, -1:]
-    found = torch.searchsorted(sums, targets, right=True)[:, 0]
-    last = (sums < sums[:, -1:]).sum(-1)
-    return torch.minimum(found, last)
-
-
-def choose_any(logits: torch.Tensor, params: Sequence[SamplingParams], numbers: torch.Tensor) -> torch.Tensor:
-    """Draw each row from softmax(logits / temperature), by inverting the distribution in the order of token ids."""
-    return _invert(_probabilities(logits, params), numbers)
-
-
-def choose_filtered(logits: torch.Tensor, params: Sequence[SamplingParams], numbers: torch.Tensor) -> torch.Tensor:
-    """The same after `top_k`, then `top_p`: the fewest likeliest tokens that have at least `top_p` of what top_k left.
-
-    Equal logits rank by token id; the distribution is inverted in the order of rank.
+    `times [n, vocab]` are those of `arrival_times`. A token that is filtered out, or without weight, is never drawn.
     """
-    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = _probabilities(ranked, params)
+    temperatures = torch.tensor([sampling.temperature for sampling in params], dtype=torch.float64)[:, None]
+    # A row is handled by its own parameters, never by its neighbours': rounding must not depend on the batch.
+    weights = (logits.double() - logits.max(-1, keepdim=True).values).div_(temperatures).exp_()
+    filtered = [row for row, sampling in enumerate(params) if sampling.top_k > 0 or sampling.top_p < 1]
+    if filtered:
+        weights[filtered] = _filter(logits[filtered], weights[filtered], [params[row] for row in filtered])
+    return (weights / times).argmax(-1)
+
+
+def _filter(logits: torch.Tensor, weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """`weights` of `logits` after `top_k` and `top_p`: of the k likeliest the fewest likeliest with at least p of what these weigh.
+
+    All others weigh nothing. Equal logits rank by token id.
+    """
+    order = logits.argsort(dim=-1, descending=True, stable=True)
+    ranked = weights.gather(-1, order)
     size = logits.shape[-1]
     limits = torch.tensor([sampling.top_k if sampling.top_k > 0 else size for sampling in params])
-    probabilities.masked_fill_(torch.arange(size) >= limits[:, None], 0.0)
+    ranked.masked_fill_(torch.arange(size) >= limits[:, None], 0.0)
     shares = torch.tensor([sampling.top_p for sampling in params], dtype=torch.float64)[:, None]
-    sums = probabilities.cumsum(-1)
+    sums = ranked.cumsum(-1)
     # With a share of 1 nothing is cut, although rounding may have brought the sum there early.
-    surplus = (sums - probabilities >= shares * sums[:, -1:]) & (shares < 1)
+    surplus = (sums - ranked >= shares * sums[:, -1:]) & (shares < 1)
     surplus[:, 0] = False
-    probabilities.masked_fill_(surplus, 0.0)
-    return order.gather(-1, _invert(probabilities, numbers)[:, None])[:, 0]
+    ranked.masked_fill_(surplus, 0.0)
+    return torch.zeros_like(weights).scatter_(-1, order, ranked)

@@ -1,23 +1,18 @@
-"""Sampling: exact frequencies by enumerating the unit interval, determinism, limits."""
+"""Sampling: exact shares by the points at which races turn, random numbers, determinism, limits."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from common.engine.sampler import (
-    BadLogitsError,
-    Draw,
-    Purpose,
-    Sampler,
-    choose_any,
-    choose_filtered,
-    uniform,
-)
+from common.engine.race import arrival_times, uniform_numbers
+from common.engine.sampler import BadLogitsError, Draw, Sampler, choose
 from contracts.requests import SamplingParams
 
-N = 10_000
 PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2], dtype=torch.float64)
+LATE = 1e6
+"""A time that wins no race among these tokens against one near 1."""
 
 
 def params(**changes: float) -> SamplingParams:
@@ -31,12 +26,23 @@ def draw(position: int = 10, num_generated: int = 0, **changes: float) -> Draw:
     return Draw(sampling=params(**changes), position=position, num_generated=num_generated)
 
 
-def frequencies(sampling: SamplingParams, *, filtered: bool) -> list[int]:
-    """How often each token is chosen over N evenly spaced numbers of the unit interval."""
-    logits = PROBABILITIES.log().float().repeat(N, 1)
-    numbers = (torch.arange(N, dtype=torch.float64) + 0.5) / N
-    choose = choose_filtered if filtered else choose_any
-    return choose(logits, [sampling] * N, numbers).bincount(minlength=5).tolist()
+def winner(sampling: SamplingParams, times: list[float]) -> int:
+    """Who is chosen when tokens of weight 1 would arrive at these times."""
+    return int(choose(PROBABILITIES.log()[None], [sampling], torch.tensor([times], dtype=torch.float64))[0])
+
+
+def turning_point(sampling: SamplingParams, one: int, other: int) -> float:
+    """At which time of `other` it stops to win against `one`, which arrives at 1."""
+    low, high = 0.0, 1e4
+    for _ in range(100):
+        middle = (low + high) / 2
+        times = [LATE] * len(PROBABILITIES)
+        times[one], times[other] = 1.0, middle
+        if winner(sampling, times) == other:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @pytest.mark.parametrize(
@@ -51,48 +57,79 @@ def frequencies(sampling: SamplingParams, *, filtered: bool) -> list[int]:
         ({"top_p": 1e-9}, [1]),
         ({"top_k": 1}, [1]),
         ({"top_k": 50}, [0, 1, 2, 3, 4]),
+        ({"temperature": 0.5}, [0, 1, 2, 3, 4]),
+        ({"temperature": 2.0, "top_k": 3}, [1, 3, 4]),
     ],
 )
-def test_each_token_is_drawn_as_often_as_its_share_says(changes: dict[str, float], kept: list[int]) -> None:
-    """The share of the unit interval that gives a token is its probability among the tokens that the filters leave."""
-    expected = torch.zeros(5, dtype=torch.float64)
-    expected[kept] = PROBABILITIES[kept] / PROBABILITIES[kept].sum()
-    actual = torch.tensor(frequencies(params(**changes), filtered=bool(changes)), dtype=torch.float64)
-    assert float((actual - expected * N).abs().max()) <= 1.01
+def test_each_race_turns_where_the_weights_say(changes: dict[str, float], kept: list[int]) -> None:
+    """Among what the filters leave token j beats i up to the ratio of their weights; what they cut loses to everybody.
+
+    With independent exponential times that gives each token its share: the least of E_i / w_i is that of i with w_i / sum w.
+    """
+    sampling = params(**changes)
+    weights = PROBABILITIES ** (1 / sampling.temperature)
+    for one in kept:
+        for other in range(len(PROBABILITIES)):
+            if other != one:
+                expected = float(weights[other] / weights[one]) if other in kept else 0.0
+                assert turning_point(sampling, one, other) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-def test_temperature_divides_the_logits() -> None:
-    """At temperature 0.5 probabilities are squared and renormalised."""
-    squared = PROBABILITIES**2 / (PROBABILITIES**2).sum()
-    actual = torch.tensor(frequencies(params(temperature=0.5), filtered=False), dtype=torch.float64)
-    assert float((actual - squared * N).abs().max()) <= 1.01
+def test_all_tokens_run_in_one_race() -> None:
+    """The winner of all is who would win against each other one: whoever has the least time over its weight."""
+    times = torch.empty(500, 5, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(7))
+    chosen = choose(PROBABILITIES.log().repeat(500, 1), [params()] * 500, times)
+    assert chosen.equal((times / PROBABILITIES).argmin(-1))
+    assert set(chosen.tolist()) == set(range(5))
 
 
-@pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
-@pytest.mark.parametrize("filtered", [False, True])
-def test_tokens_without_probability_are_never_drawn(number: float, filtered: bool) -> None:
+@pytest.mark.parametrize("time", [2.0**-53, 40.0])
+@pytest.mark.parametrize("changes", [{}, {"top_k": 3}])
+def test_tokens_without_probability_are_never_drawn(time: float, changes: dict[str, float]) -> None:
     """Not even by the smallest and the largest random number."""
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]])
-    choose = choose_filtered if filtered else choose_any
-    token = int(choose(logits, [params(top_k=3)], torch.tensor([number], dtype=torch.float64))[0])
-    assert token in {1, 2}
+    times = torch.tensor([[time, 1.0, 1.0, time]], dtype=torch.float64)
+    assert int(choose(logits, [params(**changes)], times)[0]) == 2
+
+
+def _finalise(word: int) -> int:
+    """SplitMix64's step, written a second time."""
+    mask = 2**64 - 1
+    word = (word + 0x9E3779B97F4A7C15) & mask
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
+    return word ^ (word >> 31)
 
 
 def test_random_numbers_follow_the_documented_generator() -> None:
-    """The first output of SplitMix64 for state 0 is the finaliser of seed 0; draws depend on each of their arguments."""
-    known_first_outputs = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4)
-    word, increment, mask = 0, 0x9E3779B97F4A7C15, 2**64 - 1
-    outputs = []
-    for _ in known_first_outputs:
-        word = (word + increment) & mask
-        z = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        outputs.append(z ^ (z >> 31))
-    assert tuple(outputs) == known_first_outputs
-    draws = {uniform(s, p, q) for s in (0, 1, 2**63) for p in range(50) for q in Purpose}
-    assert len(draws) == 3 * 50 * 3
-    assert all(0 <= number < 1 for number in draws)
-    assert uniform(5, 7) == uniform(5, 7) == uniform(5 - 2**64, 7)
+    """The formula of the module's text; its first steps are the first outputs of SplitMix64."""
+    assert [_finalise(0), _finalise(0x9E3779B97F4A7C15)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    places = [(seed, position) for seed in (0, 5, 2**63, -1) for position in (0, 7, 262_143)]
+    found = uniform_numbers(places, 40)
+    for (seed, position), row in zip(places, found.tolist(), strict=True):
+        word = _finalise((_finalise(seed % 2**64) + position) % 2**64)
+        assert row == [((_finalise((word + token) % 2**64) >> 11) | 1) / 2**53 for token in range(40)]
+    assert len(set(found.flatten().tolist())) == found.numel()
+    assert arrival_times(places, 40).equal(-found.log())
+    # Whatever else is asked for, and for however large a vocabulary, a token's number is its own.
+    assert uniform_numbers(places[3:4], 9).equal(found[3:4, :9])
+
+
+@pytest.mark.parametrize("axis", ["tokens", "positions", "seeds"])
+def test_random_numbers_look_independent(axis: str) -> None:
+    """Neighbours in each direction: pairs of them fall into all squares of a chessboard alike (chi-square, once in a million)."""
+    places = {
+        "tokens": [(3, 4)],
+        "positions": [(3, position) for position in range(40_000)],
+        "seeds": [(seed, 4) for seed in range(40_000)],
+    }[axis]
+    size = 40_000 if axis == "tokens" else 2
+    numbers = uniform_numbers(places, size).numpy()
+    row = numbers.reshape(-1) if axis == "tokens" else numbers[:, 0]
+    squares = (row[:-1] * 8).astype(int) * 8 + (row[1:] * 8).astype(int)
+    counts = np.bincount(squares, minlength=64)
+    expected = counts.sum() / 64
+    assert float(((counts - expected) ** 2 / expected).sum()) < 130
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:

@@ -1,0 +1,51 @@
+"""Looking up what stood before, on engines: the same tokens as without, and more of them a step where texts repeat themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from contracts.rank import DrafterKind
+from contracts.requests import SamplingParams
+from tests.integration.engine_world import engine, starts, thread_launcher
+from tests.integration.speculation_session import FOLDER, NUM_TOKENS, Run, generate, prompts
+
+DEPTH = 4
+REPEATED = tuple(range(300, 310)) * 12
+
+
+async def decode(tmp_path: Path, depth: int, *, tp: int, temperature: float, texts: list[tuple[int, ...]]) -> Run:
+    """A run of an engine of its own."""
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=11, temperature=temperature, ignore_eos=True)
+    messages = starts(
+        FOLDER,
+        tmp_path,
+        tp,
+        drafter=DrafterKind.NGRAM if depth else DrafterKind.NONE,
+        num_speculative_tokens=depth,
+        worker_id=f"w{depth}-{tp}",
+        num_blocks=160,
+    )
+    async with asyncio.timeout(300), engine(messages, thread_launcher(tp)) as (group, _):
+        return await generate(group, texts, depth, sampling)
+
+
+@pytest.mark.parametrize(("temperature", "tp"), [(0.0, 2), (0.8, 1)])
+async def test_looked_up_guesses_change_nothing_but_the_number_of_steps(
+    tmp_path: Path, temperature: float, tp: int
+) -> None:
+    """Greedy and sampled, on one rank and on two: the tokens of depth 0."""
+    texts = [*prompts(), REPEATED]
+    plain = await decode(tmp_path, 0, tp=1, temperature=temperature, texts=texts)
+    run = await decode(tmp_path, DEPTH, tp=tp, temperature=temperature, texts=texts)
+    assert run.outputs == plain.outputs
+    assert run.num_steps < plain.num_steps
+
+
+async def test_texts_that_repeat_themselves_are_guessed_better(tmp_path: Path) -> None:
+    """A list that is recited takes fewer steps than other texts of the same length."""
+    others = await decode(tmp_path, DEPTH, tp=1, temperature=0.0, texts=[prompts()[3]])
+    repeated = await decode(tmp_path, DEPTH, tp=1, temperature=0.0, texts=[REPEATED])
+    assert repeated.num_steps < others.num_steps
