@@ -1,7 +1,8 @@
 """An engine without a model: the same commands, made-up tokens, parts that say they were pushed. For simulation and load tests.
 
 The token at position p of a sequence depends on the request's seed and p alone, so that whoever continues a sequence
-continues it alike: what a mesh of fake engines streams can be compared with `fake_token`.
+continues it alike: what a mesh of fake engines streams can be compared with `fake_token`. So do the guesses that are right, as far as
+a step has any.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 
 from common.engine.digests import part_digests
 from common.engine.fake_model import fake_shape
-from common.engine.fake_pull import STATES, FakePull, FakeReads
+from common.engine.fake_pull import FIRST_DRAFT_TOKEN, STATES, FakePull, FakeReads
 from common.engine.port import EngineError, EngineInfo, PullResult, StepResult
 from common.engine.pull_reports import Pulls
 from common.layout.context_parallel import dcp_rank as dcp_rank_of
@@ -28,6 +29,7 @@ from contracts.handoff import Grant, PartDigest
 from contracts.manifest import Coordinates, Namespace, PlannedPart, Role
 from contracts.rank import (
     BindSequence,
+    DrafterKind,
     ExtendSequences,
     PartPushed,
     PeerSide,
@@ -61,6 +63,11 @@ def fake_token(seed: int, position: int) -> int:
     return 1 + (bits ^ (bits >> 31)) % (VOCAB_SIZE - 1)
 
 
+def fake_accepted(seed: int, position: int, num_drafts: int) -> int:
+    """How many of the guesses behind the token at `position` every fake engine finds right."""
+    return fake_token(seed + 1, position) % (num_drafts + 1)
+
+
 class _Link(msgspec.Struct, frozen=True, kw_only=True):
     """The plan to one worker, or from it, and how many replicas it has. `side` is the worker's."""
 
@@ -86,10 +93,14 @@ class FakeEngine:
         num_blocks: int = 256,
         num_slots: int = 32,
         num_staging_rows: int = 0,
+        drafter: DrafterKind = DrafterKind.NONE,
+        num_speculative_tokens: int = 0,
+        mtp_draft_body_tp1: bool = False,
         step_s: float = 0.0,
     ) -> None:
         self._clock = clock
         self._step_s = step_s
+        self._depth = num_speculative_tokens
         self.reads: Final = FakeReads()
         self._pulls = Pulls(tp)
         self._reading: dict[int, FakePull] = {}
@@ -98,7 +109,14 @@ class FakeEngine:
         """Handoffs whose cache is not what was computed, to plant."""
         self._links: dict[WorkerRef, _Link] = {}
         self._pushes: asyncio.Queue[PartPushed] = asyncio.Queue(_MAX_PUSHES)
-        shape = fake_shape(block_size=block_size, num_blocks=num_blocks, num_slots=num_slots)
+        shape = fake_shape(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            num_speculative_tokens=num_speculative_tokens,
+            keeps_draft=drafter is DrafterKind.MTP,
+            draft_whole=mtp_draft_body_tp1,
+        )
         places = [
             Coordinates(
                 dp_rank=dp_rank,
@@ -125,7 +143,12 @@ class FakeEngine:
                 RankStarted(
                     rank=rank,
                     pid=0,
-                    manifest=region.manifest(worker_id=worker_id, incarnation=incarnation, model=MODEL),
+                    manifest=region.manifest(
+                        worker_id=worker_id,
+                        incarnation=incarnation,
+                        model=MODEL,
+                        draft=MODEL if drafter is DrafterKind.MTP else "",
+                    ),
                     region=None,
                     num_weight_bytes=0,
                     num_region_bytes=region.nbytes,
@@ -241,15 +264,15 @@ class FakeEngine:
             await self._clock.sleep(self._step_s)
         ended_ns = self._clock.monotonic_ns()
         tokens: list[SampledToken] = []
+        num_drafts: list[int] = []
         pushed = False
         for item in plan.items:
             binding = self._sequences.get(item.seq)
             if binding is None:
                 raise EngineError(f"seq: {item.seq} is not bound")
-            end = item.start + item.num_tokens
+            num_drafts.append(self._num_drafts(item))
             if item.sample:
-                token = fake_token(binding.sampling.seed, end)
-                tokens.append(SampledToken(seq=item.seq, position=end, token_id=token))
+                tokens += _drawn(item, binding.sampling.seed, num_drafts[-1])
             for push in self._pushes_of(item, binding, started_ns, ended_ns):
                 pushed = True
                 await self._pushes.put(push)
@@ -260,7 +283,16 @@ class FakeEngine:
             started_ns=started_ns,
             ended_ns=ended_ns,
             layer_started_ns=(layers,) * len(self._info.ranks) if pushed else (),
+            num_drafts=tuple(num_drafts) if any(num_drafts) else (),
         )
+
+    def _num_drafts(self, item: StepItem) -> int:
+        """Guesses that an item verifies: as many as it has room for. Like a rank, it refuses more than it has rows of states for."""
+        if item.token_ids and not item.bootstrap:
+            return 0
+        if not 1 <= item.num_tokens <= self._depth + 1:
+            raise EngineError(f"num_tokens: {item.num_tokens} is not allowed; the rule is: 1 to {self._depth + 1}")
+        return item.num_tokens - 1
 
     async def digest(self, seq: int, side: PeerSide, start: int, end: int) -> tuple[PartDigest, ...]:
         """Made up from the request's seed: equal on both sides, unless the handoff's id is in `corrupted`."""
@@ -320,11 +352,12 @@ class FakeEngine:
         for part in self._link_of(target.grant, PeerSide.DESTINATION).plan.parts:
             if part.role in target.pulled:
                 continue
-            if part.role in {Role.CONV, Role.SSM}:
+            if not part.role.is_paged:
                 if item.last_chunk:
                     yield _pushed(part, binding, 0, 1, started_ns, ended_ns)
             else:
-                for first, last in held_range(start, end, self._info.block_size, part.modulus, part.residue):
+                begin = max(start, FIRST_DRAFT_TOKEN) if part.namespace is Namespace.DRAFT else start
+                for first, last in held_range(begin, end, self._info.block_size, part.modulus, part.residue):
                     yield _pushed(part, binding, first, last, started_ns, ended_ns)
 
     def _link_of(self, grant: Grant, side: PeerSide) -> _Link:
@@ -334,6 +367,16 @@ class FakeEngine:
         if grant.dp_rank >= link.dp:
             raise EngineError(f"grant.dp_rank: {grant.dp_rank} is not allowed; the rule is: below {link.dp}")
         return link
+
+
+def _drawn(item: StepItem, seed: int, num_drafts: int) -> list[SampledToken]:
+    """The tokens of an item that is sampled: one, and one more for each of its guesses that is right."""
+    first = item.start + item.num_tokens - num_drafts
+    count = 1 + fake_accepted(seed, first, num_drafts)
+    return [
+        SampledToken(seq=item.seq, position=position, token_id=fake_token(seed, position))
+        for position in range(first, first + count)
+    ]
 
 
 def _unsent(binding: BindSequence, start: int, end: int, started_ns: int, ended_ns: int) -> PartPushed:

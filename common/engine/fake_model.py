@@ -10,9 +10,19 @@ from common.layout.shape import CacheShape, LayerType
 from contracts.errors import InvalidValueError
 from contracts.manifest import CacheDtypes, Dtype
 
+_HIDDEN: Final = 16
 
-def fake_shape(*, block_size: int = 16, num_blocks: int = 1, num_slots: int = 1) -> CacheShape:
-    """One linear and one full-attention layer, with two KV heads and four of each other kind."""
+
+def fake_shape(
+    *,
+    block_size: int = 16,
+    num_blocks: int = 1,
+    num_slots: int = 1,
+    num_speculative_tokens: int = 0,
+    keeps_draft: bool = False,
+    draft_whole: bool = False,
+) -> CacheShape:
+    """One linear and one full-attention layer, with two KV heads and four of each other kind; with `keeps_draft` one of a draft head."""
     return CacheShape(
         layer_types=(LayerType.LINEAR, LayerType.FULL),
         num_kv_heads=2,
@@ -26,6 +36,10 @@ def fake_shape(*, block_size: int = 16, num_blocks: int = 1, num_slots: int = 1)
         block_size=block_size,
         num_blocks=num_blocks,
         num_slots=num_slots,
+        hidden_size=_HIDDEN,
+        num_speculative_tokens=num_speculative_tokens,
+        num_draft_layers=FakeModel.num_mtp_layers if keeps_draft else 0,
+        draft_whole=draft_whole and keeps_draft,
     )
 
 

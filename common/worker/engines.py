@@ -49,6 +49,9 @@ def _make_engine(settings: WorkerSettings, role: WorkerRole, incarnation: str, c
                 num_blocks=settings.num_blocks,
                 num_slots=settings.num_slots,
                 num_staging_rows=settings.staging_rows_of(role),
+                drafter=settings.drafter_of(role),
+                num_speculative_tokens=settings.depth_of(role),
+                mtp_draft_body_tp1=settings.mtp_draft_body_tp1,
             )
         case _:
             assert_never(settings.engine)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from common.engine.fake import fake_token
+from common.engine.fake import fake_accepted, fake_token
 from common.engine.port import Engine, StepResult
 from common.worker.core.blocks import BlockPool
 from common.worker.core.growth import Growth
@@ -41,6 +41,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
     block_size: int
     dcp: int = 1
+    depth: int = 0
     reserve_output_tokens: int
     deferred_release: int
     requests: tuple[tuple[int, int, int], ...]
@@ -105,6 +106,7 @@ class CheckedEngine:
         self._cells = [0] * case.num_blocks
         self._releases = 0
         self._looks: dict[int, int] = {}
+        self.num_drafts = 0
 
     async def bind(self, binding: BindSequence) -> None:
         """Take memory that nobody has."""
@@ -137,14 +139,19 @@ class CheckedEngine:
         return frozenset()
 
     async def step(self, plan: StepPlan) -> StepResult:
-        """Draw a token for each item that wants one; every position has its place."""
+        """Draw for each item that wants it, one token behind each guess that is right; every position has its place, guesses too."""
         tokens = []
         for item in plan.items:
             end = item.start + item.num_tokens
             assert end <= len(self._bound[item.seq]) * self._case.block_size * self._case.dcp
             if item.sample:
-                token = fake_token(self._seeds[item.seq], end)
-                tokens.append(SampledToken(seq=item.seq, position=end, token_id=token))
+                num_drafts = 0 if item.token_ids else item.num_tokens - 1
+                self.num_drafts += num_drafts
+                seed, first = self._seeds[item.seq], end - num_drafts
+                tokens += [
+                    SampledToken(seq=item.seq, position=position, token_id=fake_token(seed, position))
+                    for position in range(first, first + 1 + fake_accepted(seed, first, num_drafts))
+                ]
         return StepResult(step=plan.step, tokens=tuple(tokens), started_ns=0, ended_ns=0, layer_started_ns=())
 
     def _give(self, seq: int, block_ids: tuple[int, ...], generation: int) -> None:
@@ -176,9 +183,10 @@ class SmallPool:
         self._pool = BlockPool(
             num_blocks=case.num_blocks, num_slots=case.num_slots, block_size=case.block_size, dcp=case.dcp
         )
-        limits = StepLimits(max_step_tokens=32, prefill_chunk_tokens=32)
+        limits = StepLimits(max_step_tokens=32, prefill_chunk_tokens=32, num_speculative_tokens=case.depth)
         self._scheduler = scheduler(self._pool, limits, self._growth)
-        engine = cast("Engine", CheckedEngine(case))
+        self.engine = CheckedEngine(case)
+        engine = cast("Engine", self.engine)
         self._loop = EngineLoop(engine, self._pool, self._scheduler, self, release_timeout_ms=1)
         self._turn = self._num_coming = self._num_running = 0
         self._last_seq = 0
@@ -263,14 +271,16 @@ class SmallPool:
         sequence.num_computed, sequence.pending_token = sequence.num_prompt_tokens, first
         sequence.output_ids.append(first)
         self._scheduler.start(sequence)
-        self._tell(sequence, first)
+        self._tell(sequence, 0, (first,))
 
-    def _tell(self, sequence: Sequence, token: int) -> None:
+    def _tell(self, sequence: Sequence, num_output_tokens: int, token_ids: tuple[int, ...]) -> None:
         asked = self._asked[sequence.seq]
-        asked.told.append(token)
-        if sequence.finish_reason(token, len(sequence.output_ids), _NO_EOS) is not None:
-            asked.ended = True
-            self._leave(sequence)
+        for count, token in enumerate(token_ids, num_output_tokens + 1):
+            asked.told.append(token)
+            if sequence.finish_reason(token, count, _NO_EOS) is not None:
+                asked.ended = True
+                self._leave(sequence)
+                return
 
     def _leave(self, sequence: Sequence) -> None:
         self._scheduler.leave(sequence)
@@ -283,7 +293,7 @@ class SmallPool:
     async def stepped(self, outcome: StepOutcome) -> None:
         """See `StepObserver.stepped`."""
         for produced in outcome.produced:
-            self._tell(self._running(produced.seq), produced.token_ids[0])
+            self._tell(self._running(produced.seq), produced.num_output_tokens, produced.token_ids)
 
     async def preempted(self, sequence: Sequence) -> None:
         """See `StepObserver.preempted`. It is never the oldest of several, and it was worth letting it in."""

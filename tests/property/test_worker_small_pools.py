@@ -103,3 +103,38 @@ def test_ranks_that_share_a_sequence_make_a_pool_larger_and_change_nothing_else(
         alone.run()
         shared.run()
         assert shared.num_preemptions == alone.num_preemptions
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_guesses_never_leave_a_sequences_memory_and_lose_nothing(role: WorkerRole) -> None:
+    """The same requests with up to three guesses a step: each ends with its tokens, and every guess has a place of its own."""
+    num_drafts = num_preemptions = 0
+    for case in CASES[role][::5]:
+        pool = SmallPool(msgspec.structs.replace(case, depth=3))
+        try:
+            pool.run()
+        except AssertionError as error:
+            raise AssertionError(pool.case) from error
+        num_drafts += pool.engine.num_drafts
+        num_preemptions += pool.num_preemptions
+    assert num_drafts > 1000
+    assert num_preemptions > 20, "the cases must be tight enough"
+
+
+class Boundless(Scheduler):
+    """A planted mistake: guesses need no place."""
+
+    def _num_places(self, sequence: Sequence) -> int:
+        """As many as anybody could want."""
+        return super()._num_places(sequence) + 3
+
+
+def test_a_guess_without_a_place_is_seen() -> None:
+    """The same cases go red when guesses are not counted."""
+
+    def run_all() -> None:
+        for case in reversed(CASES[WorkerRole.MIXED]):
+            SmallPool(msgspec.structs.replace(case, depth=3), scheduler=Boundless).run()
+
+    with pytest.raises(AssertionError):
+        run_all()
