@@ -15,6 +15,7 @@ from common.worker.configuration import rules_of
 from common.worker.settings import WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.manifest import Dtype
+from contracts.rank import DrafterKind
 from contracts.workers import WorkerRole
 from services.launcher.console import Console
 from services.launcher.core.byte_size import read_size
@@ -91,6 +92,9 @@ def _size(role: WorkerRole, spec: str, request: EstimateRequest, environ: Mappin
         dtype=Dtype(settings.dtype),
         block_size=settings.block_size,
         num_staging_rows=(settings.num_staging_rows or None) if settings.staging_rows_of(role) else 0,
+        num_speculative_tokens=settings.depth_of(role),
+        keeps_draft=settings.drafter_of(role) is DrafterKind.MTP,
+        draft_whole=settings.mtp_draft_body_tp1,
     )
 
 

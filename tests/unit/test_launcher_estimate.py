@@ -17,7 +17,7 @@ import torch
 from common.engine.checkpoint import expected_shapes
 from common.engine.config import ModelConfig, load_config, parse_config
 from common.engine.shard import RankShard
-from common.engine.weights import load_weights, num_weight_bytes
+from common.engine.weights import load_mtp_weights, load_weights, num_weight_bytes
 from common.runtime.settings import SettingsError
 from common.worker.cache_need import cache_need
 from common.worker.settings import WorkerSettings
@@ -86,6 +86,19 @@ def test_weights_are_those_that_a_rank_loads(tp: int, dtype: Dtype) -> None:
         assert rank_weight_bytes(shard, dtype) == num_weight_bytes(load_weights(SHIPPED_MODEL, shard, torch_dtype))
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("tp", "dtype"), [(1, Dtype.FLOAT32), (4, Dtype.BFLOAT16)])
+def test_a_draft_heads_weights_are_those_that_a_rank_loads(tp: int, dtype: Dtype, *, whole: bool) -> None:
+    """To the byte, with its layer cut like the model's or whole on each rank."""
+    config = load_config(SHIPPED_MODEL)
+    torch_dtype = torch.float32 if dtype is Dtype.FLOAT32 else torch.bfloat16
+    for rank in range(tp):
+        shard = RankShard(config=config, tp_rank=rank, tp_size=tp)
+        draft = RankShard(config=config) if whole else shard
+        loaded = load_weights(SHIPPED_MODEL, shard, torch_dtype), load_mtp_weights(SHIPPED_MODEL, draft, torch_dtype)
+        assert rank_weight_bytes(shard, dtype, draft) == num_weight_bytes(*loaded)
+
+
 @pytest.mark.parametrize("raw", [None, _raw(), _raw(**WIDE_GQA)])
 def test_parameters_are_those_of_the_checkpoint(raw: dict[str, Any] | None) -> None:
     """All tensors that a checkpoint must have, but for the draft head's."""
@@ -150,6 +163,57 @@ def test_each_prefill_rank_sends_what_a_count_of_heads_says(dcp: int, num_tokens
     assert handoff.ratio == 1.0
 
 
+@pytest.mark.parametrize("whole", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("prefill_tp", "tp", "dcp"), [(2, 1, 1), (1, 2, 1), (2, 8, 4), (2, 8, 1)])
+@pytest.mark.parametrize("num_tokens", [1, 17, 1000])
+def test_a_draft_moves_what_a_count_of_pairs_says(
+    num_tokens: int, prefill_tp: int, tp: int, dcp: int, whole: tuple[bool, bool]
+) -> None:
+    """A pair for every token but the first, on the ranks that hold its heads and its block, and one hidden state for each rank."""
+    config = parse_config(_raw(**FLAT, **WIDE_GQA))
+    whole_source, whole_destination = whole[0], whole[1] and dcp == 1
+    sizes = (
+        _size("prefill", prefill_tp, keeps_draft=True, draft_whole=whole_source),
+        _size("decode", tp, dcp, keeps_draft=True, draft_whole=whole_destination, num_speculative_tokens=3),
+    )
+    handoff = make_estimate(config, *sizes, num_tokens=num_tokens, memory_bytes=None).handoff
+    heads = 2 if whole_destination else max(1, 2 // tp)
+    wanted = Counter[int]()
+    for destination in range(tp):
+        pairs = sum(token // 16 % dcp == destination % dcp for token in range(1, num_tokens))
+        wanted[destination] = 2 * pairs * heads * 256 * 2 + 5120 * 2
+    found = Counter[int]()
+    for flow in handoff.flows:
+        found[flow.destination_rank] += flow.draft_bytes
+    assert found == wanted
+    assert (handoff.moved_bytes, handoff.ratio) == (handoff.needed_bytes, 1.0)
+    assert handoff.has_drafts
+
+
+def test_a_draft_that_one_worker_keeps_stays_where_it_is() -> None:
+    """The rest is moved, and it is said why nothing will be guessed."""
+    config = load_config(SHIPPED_MODEL)
+    sizes = _size("prefill", 2), _size("decode", 1, keeps_draft=True, num_speculative_tokens=3)
+    estimate = make_estimate(config, *sizes, num_tokens=100, memory_bytes=None)
+    assert not estimate.handoff.has_drafts
+    assert estimate.handoff.ratio == 1.0
+    assert f"nothing is guessed behind it by a draft head: {estimate.handoff.why_no_drafts}\n" in render_estimate(
+        estimate
+    )
+
+
+def test_guesses_take_rows_of_states() -> None:
+    """Four times the recurrent state with three guesses, and as much of the convolution as it looks back further."""
+    config = load_config(SHIPPED_MODEL)
+    one, four = (
+        estimate_worker(
+            config, _size("decode", 2, num_speculative_tokens=depth), num_tokens=100, memory_bytes=GIB
+        ).request
+        for depth in (0, 3)
+    )
+    assert (four.ssm, four.conv, four.key_value) == (4 * one.ssm, 2 * one.conv, one.key_value)
+
+
 def test_sources_that_hold_the_same_head_share_the_work() -> None:
     """Four ranks with two KV heads between them send a quarter each."""
     handoff = _estimate(parse_config(_raw(**FLAT, **WIDE_GQA)), 4, 8, 4, num_tokens=1024).handoff
@@ -159,11 +223,12 @@ def test_sources_that_hold_the_same_head_share_the_work() -> None:
     assert set(sent.values()) == {handoff.needed_bytes // 4}
 
 
+@pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize(("tp", "dcp", "per_request"), [(1, 1, 63), (2, 1, 63), (8, 4, 16)])
-def test_what_is_said_to_fit_fits_and_one_more_does_not(tp: int, dcp: int, per_request: int) -> None:
-    """By what a worker with these numbers would allocate, and what its weights take."""
+def test_what_is_said_to_fit_fits_and_one_more_does_not(tp: int, dcp: int, per_request: int, depth: int) -> None:
+    """By what a worker with these numbers would allocate, and what its weights take; with guesses and their draft head as without."""
     config, memory = load_config(SHIPPED_MODEL), 64 * MIB
-    size = _size("decode", tp, dcp, dtype=Dtype.FLOAT32)
+    size = _size("decode", tp, dcp, dtype=Dtype.FLOAT32, num_speculative_tokens=depth, keeps_draft=depth > 0)
     worker = estimate_worker(config, size, num_tokens=1000, memory_bytes=memory)
     capacity = worker.capacity
     assert capacity is not None
@@ -177,6 +242,7 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(tp: int, dcp: int, per_r
             num_blocks=num_blocks,
             num_slots=num_slots,
             max_step_tokens=9999,
+            num_speculative_tokens=depth,
         )
         need = cache_need(settings, WorkerRole.DECODE)
         assert need is not None
@@ -364,6 +430,22 @@ what a handoff of 100 tokens moves from prefill ranks to decode ranks
   0     all     32  50.0 KiB  123.0 KiB  173.0 KiB
   moved 177,152 bytes, needed 177,152 bytes: ratio 1.00, in 32 parts
 """
+
+
+def test_tables_say_what_guessing_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The draft head's share has a column where one is kept, and so has what is moved of it."""
+    words = ["--prefill", "tp=2", "--decode", "tp=1", "--tokens", "100", "--set", "num_speculative_tokens=3"]
+    assert run(["plan", "--model", str(SHIPPED_MODEL), *words, "--set", "mtp_draft_body_tp1=1"]) == EXIT_CLEAN
+    lines = capsys.readouterr().out.splitlines()
+    assert "  nothing is guessed here; the draft head's cache is whole on each rank" in lines
+    assert "  up to 3 guesses in a step: 4 rows of states; the draft head's cache is whole on each rank" in lines
+    sums = [line for line in lines if line.startswith("  all ")]
+    assert sums[1].endswith("  7  56.0 KiB  54.0 KiB  384.0 KiB  56.8 KiB  550.8 KiB  11.8 MiB")
+    assert "  1     all     10  25.0 KiB  61.5 KiB  24.8 KiB  111.2 KiB" in lines
+    assert run(["plan", "--model", str(SHIPPED_MODEL), *words, "--set", "drafter=ngram"]) == EXIT_CLEAN
+    lines = capsys.readouterr().out.splitlines()
+    assert "  up to 3 guesses in a step: 4 rows of states; the draft head's cache is not kept" in lines
+    assert not any("draft  " in line for line in lines)
 
 
 def test_tables_say_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:

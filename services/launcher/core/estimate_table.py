@@ -8,9 +8,9 @@ from common.engine.config import ModelConfig
 from services.launcher.core.byte_size import shown_size
 from services.launcher.core.cuts import Cuts
 from services.launcher.core.estimate import Estimate
-from services.launcher.core.handoff_estimate import HandoffEstimate
+from services.launcher.core.handoff_estimate import Flow, HandoffEstimate
 from services.launcher.core.rank_weights import num_parameters
-from services.launcher.core.worker_estimate import Capacity, WorkerEstimate
+from services.launcher.core.worker_estimate import Capacity, RequestBytes, WorkerEstimate
 
 _ALL = "all"
 
@@ -63,15 +63,21 @@ def _worker_lines(config: ModelConfig, worker: WorkerEstimate) -> Iterator[str]:
         f"{size.role} worker: tp {size.tp}, dcp {size.dcp}, dp {size.dp}, {size.dtype}, blocks of {size.block_size} tokens; "
         f"a request of {whole.num_tokens:,} tokens takes"
     )
+    drafts = size.keeps_draft
+    if size.num_speculative_tokens or drafts:
+        depth = size.num_speculative_tokens
+        guessed = f"up to {depth} guesses in a step: {depth + 1} rows of states" if depth else "nothing is guessed here"
+        kept = "whole on each rank" if size.draft_whole else "cut like the model's" if drafts else "not kept"
+        yield f"  {guessed}; the draft head's cache is {kept}"
     rows = []
     for rank in worker.ranks:
         heads = (rank.query_heads, rank.kv_heads, rank.linear_key_heads, rank.linear_value_heads)
         part = rank.request
         group = f"{rank.dcp_group}.{rank.dcp_rank}"
         counts = (f"{part.num_tokens:,}", f"{part.num_blocks:,}")
-        sizes = map(shown_size, (part.key_value, part.conv, part.ssm, part.total, rank.weight_bytes))
+        sizes = map(shown_size, (*_held(part, drafts=drafts), part.total, rank.weight_bytes))
         rows.append((str(rank.rank), *map(_span, heads), group, *counts, *sizes))
-    sums = map(shown_size, (whole.key_value, whole.conv, whole.ssm, whole.total))
+    sums = map(shown_size, (*_held(whole, drafts=drafts), whole.total))
     weights = shown_size(sum(rank.weight_bytes for rank in worker.ranks))
     rows.append((_ALL, "", "", "", "", "", "", f"{whole.num_blocks:,}", *sums, weights))
     head = (
@@ -86,12 +92,18 @@ def _worker_lines(config: ModelConfig, worker: WorkerEstimate) -> Iterator[str]:
         "KV",
         "conv",
         "ssm",
+        *(("draft",) if drafts else ()),
         "in all",
         "weights",
     )
     yield from _table(head, rows, num_left=6)
     if worker.capacity is not None:
         yield from _capacity_lines(config, worker, worker.capacity)
+
+
+def _held(request: RequestBytes, *, drafts: bool) -> tuple[int, ...]:
+    held = request.key_value, request.conv, request.ssm
+    return (*held, request.draft) if drafts else held
 
 
 def _capacity_lines(config: ModelConfig, worker: WorkerEstimate, capacity: Capacity) -> Iterator[str]:
@@ -116,21 +128,31 @@ def _handoff_lines(handoff: HandoffEstimate) -> Iterator[str]:
     yield f"what a handoff of {handoff.num_tokens:,} tokens moves from prefill ranks to decode ranks"
     rows = []
     for flow in handoff.flows:
-        sizes = map(shown_size, (flow.key_value_bytes, flow.state_bytes, flow.total_bytes))
+        sizes = map(shown_size, _carried([flow], drafts=handoff.has_drafts))
         rows.append((str(flow.source_rank), str(flow.destination_rank), f"{flow.num_parts:,}", *sizes))
     for source in dict.fromkeys(flow.source_rank for flow in handoff.flows):
         ours = [flow for flow in handoff.flows if flow.source_rank == source]
-        sums = (
-            sum(flow.key_value_bytes for flow in ours),
-            sum(flow.state_bytes for flow in ours),
-            sum(flow.total_bytes for flow in ours),
-        )
-        rows.append((str(source), _ALL, f"{sum(flow.num_parts for flow in ours):,}", *map(shown_size, sums)))
-    yield from _table(("from", "to", "parts", "KV", "states", "in all"), rows, num_left=2)
+        sizes = map(shown_size, _carried(ours, drafts=handoff.has_drafts))
+        rows.append((str(source), _ALL, f"{sum(flow.num_parts for flow in ours):,}", *sizes))
+    draft = ("draft",) if handoff.has_drafts else ()
+    yield from _table(("from", "to", "parts", "KV", "states", *draft, "in all"), rows, num_left=2)
+    if handoff.why_no_drafts:
+        yield f"  nothing is guessed behind it by a draft head: {handoff.why_no_drafts}"
     yield (
         f"  moved {handoff.moved_bytes:,} bytes, needed {handoff.needed_bytes:,} bytes: ratio {handoff.ratio:.2f}, "
         f"in {sum(flow.num_parts for flow in handoff.flows):,} parts"
     )
+
+
+def _carried(flows: Sequence[Flow], *, drafts: bool) -> tuple[int, ...]:
+    paged, states, draft, whole = (
+        sum(values)
+        for values in zip(
+            *((flow.key_value_bytes, flow.state_bytes, flow.draft_bytes, flow.total_bytes) for flow in flows),
+            strict=True,
+        )
+    )
+    return (paged, states, draft, whole) if drafts else (paged, states, whole)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> Iterator[str]:

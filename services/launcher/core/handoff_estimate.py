@@ -10,7 +10,7 @@ from common.engine.config import CONV_KERNEL, ModelConfig
 from common.layout.context_parallel import held_range
 from common.layout.planner import plan
 from common.layout.templates import CopyTemplate, PagedTemplate
-from contracts.manifest import Dtype, PlannedPart
+from contracts.manifest import Dtype, Namespace, PlannedPart
 from services.launcher.core.worker_estimate import WorkerEstimate, WorkerSize, blocks_for, manifests_of
 
 
@@ -22,21 +22,27 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     num_parts: int
     key_value_bytes: int
     state_bytes: int
+    draft_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All bytes."""
-        return self.key_value_bytes + self.state_bytes
+        return self.key_value_bytes + self.state_bytes + self.draft_bytes
 
 
 class HandoffEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of `num_tokens`. `needed_bytes` is what its tokens and states fill on all destination ranks."""
+    """One request of `num_tokens`. `needed_bytes` is what its tokens and states fill on all destination ranks.
+
+    With `has_drafts` what the draft head keeps comes along; if it does not though a worker keeps it, `why_no_drafts` says why.
+    """
 
     num_tokens: int
     flows: tuple[Flow, ...]
     moved_bytes: int
     needed_bytes: int
     ratio: float
+    has_drafts: bool = False
+    why_no_drafts: str = ""
 
 
 def estimate_handoff(
@@ -49,10 +55,12 @@ def estimate_handoff(
     parts: defaultdict[tuple[int, int], set[PlannedPart]] = defaultdict(set)
     paged: defaultdict[tuple[int, int], int] = defaultdict(int)
     states: defaultdict[tuple[int, int], int] = defaultdict(int)
+    drafts: defaultdict[tuple[int, int], int] = defaultdict(int)
     for template in compiled.templates:
         pair = template.part.src_rank, template.part.dst_rank
         parts[pair].add(template.part)
-        counted = paged if isinstance(template, PagedTemplate) else states
+        is_draft = template.part.namespace is Namespace.DRAFT
+        counted = drafts if is_draft else paged if isinstance(template, PagedTemplate) else states
         counted[pair] += _moved_bytes(template, num_tokens, into.block_size)
     flows = tuple(
         Flow(
@@ -61,12 +69,22 @@ def estimate_handoff(
             num_parts=len(parts[pair]),
             key_value_bytes=paged[pair],
             state_bytes=states[pair],
+            draft_bytes=drafts[pair],
         )
         for pair in sorted(parts)
     )
-    moved, needed = sum(flow.total_bytes for flow in flows), needed_bytes(config, destination)
+    moved = sum(flow.total_bytes for flow in flows)
+    needed = needed_bytes(config, destination)
+    if compiled.has_drafts:
+        needed += needed_draft_bytes(config, destination)
     return HandoffEstimate(
-        num_tokens=num_tokens, flows=flows, moved_bytes=moved, needed_bytes=needed, ratio=moved / needed
+        num_tokens=num_tokens,
+        flows=flows,
+        moved_bytes=moved,
+        needed_bytes=needed,
+        ratio=moved / needed,
+        has_drafts=compiled.has_drafts,
+        why_no_drafts=compiled.why_no_drafts,
     )
 
 
@@ -85,9 +103,23 @@ def needed_bytes(config: ModelConfig, destination: WorkerEstimate) -> int:
     return total
 
 
+def needed_draft_bytes(config: ModelConfig, destination: WorkerEstimate) -> int:
+    """The bytes that a request's pairs fill in the draft head's cache on every rank, and the hidden state that goes with them.
+
+    A pair lies with the second of its tokens, so the first token has none.
+    """
+    size, total = destination.size, 0
+    for rank in destination.ranks:
+        heads = config.num_key_value_heads if size.draft_whole else rank.kv_heads[1] - rank.kv_heads[0]
+        num_pairs = rank.request.num_tokens - (rank.dcp_rank == 0)
+        total += 2 * config.num_mtp_layers * num_pairs * heads * config.head_dim + config.hidden_size
+    return total * size.dtype.itemsize
+
+
 def _moved_bytes(template: CopyTemplate, num_tokens: int, block_size: int) -> int:
     if not isinstance(template, PagedTemplate):
         return template.nbytes
     part = template.part
-    ranges = held_range(0, num_tokens, block_size, part.modulus, part.residue)
+    first = 1 if part.namespace is Namespace.DRAFT else 0
+    ranges = held_range(first, num_tokens, block_size, part.modulus, part.residue)
     return sum(end - start for start, end in ranges) * template.piece.length * template.token_bytes

@@ -1,7 +1,7 @@
 """How many bytes of weights a rank holds: from the shapes that the configuration implies, without a checkpoint's files.
 
 Matrices have the worker's dtype. Norms, the decay and the bias of the time step are float32, whatever that is. The draft (MTP)
-head is not loaded.
+head is loaded where its cache is kept.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ class _Numbers(NamedTuple):
 _FLOAT32_BYTES: Final = Dtype.FLOAT32.itemsize
 
 
-def rank_weight_bytes(shard: RankShard, dtype: Dtype) -> int:
-    """Bytes of all weights of one rank."""
+def rank_weight_bytes(shard: RankShard, dtype: Dtype, draft: RankShard | None = None) -> int:
+    """Bytes of all weights of one rank; with the `draft` head as that shard cuts it, where there is one."""
     config, hidden = shard.config, shard.config.hidden_size
     tables = 1 if config.tie_word_embeddings else 2
     found = [_Numbers(tables * shard.vocab_size * hidden, hidden)]
     for kind in config.layer_types:
-        mlp = _Numbers(3 * len(shard.mlp_rows) * hidden, 2 * hidden)
-        found += [mlp, _full(shard) if kind == FULL_ATTENTION else _linear(shard)]
+        found += [_mlp(shard), _full(shard) if kind == FULL_ATTENTION else _linear(shard)]
+    if draft is not None:
+        found += [_Numbers(2 * hidden * hidden, 3 * hidden), _mlp(draft), _full(draft)]
     matrices, small = map(sum, zip(*found, strict=True))
     return matrices * dtype.itemsize + small * _FLOAT32_BYTES
 
@@ -48,6 +49,11 @@ def num_parameters(config: ModelConfig) -> int:
     for kind in config.layer_types:
         total += 3 * inner * hidden + 2 * hidden + (full if kind == FULL_ATTENTION else linear)
     return total
+
+
+def _mlp(shard: RankShard) -> _Numbers:
+    hidden = shard.config.hidden_size
+    return _Numbers(3 * len(shard.mlp_rows) * hidden, 2 * hidden)
 
 
 def _full(shard: RankShard) -> _Numbers:

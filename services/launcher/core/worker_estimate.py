@@ -13,14 +13,19 @@ from common.engine.config import ModelConfig
 from common.engine.shard import RankShard
 from common.layout.context_parallel import check_group, dcp_rank, local_length
 from common.layout.region import RegionMap, lay_out
-from contracts.manifest import Coordinates, Dtype, RankManifest, Role
+from contracts.manifest import Coordinates, Dtype, Namespace, RankManifest, Role
 from services.launcher.core.rank_weights import rank_weight_bytes
 
 _MOST: Final = 1 << 40
+_PLANNED: Final = "planned"
 
 
 class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides the layout of a worker. A rank has at most `num_staging_rows` rows for states on their way; None: one a slot."""
+    """What decides the layout of a worker. A rank has at most `num_staging_rows` rows for states on their way; None: one a slot.
+
+    States have `num_speculative_tokens` more rows than one. With `keeps_draft` there is the draft head with its cache, with
+    `draft_whole` all of it on each rank.
+    """
 
     role: str
     tp: int
@@ -29,12 +34,16 @@ class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Dtype
     block_size: int
     num_staging_rows: int | None = 0
+    num_speculative_tokens: int = 0
+    keeps_draft: bool = False
+    draft_whole: bool = False
 
 
 class RequestBytes(msgspec.Struct, frozen=True, kw_only=True):
     """What one request takes of one rank, or of all. `num_tokens` are those that the rank holds, `num_blocks` what it sets aside.
 
-    `key_value` are the bytes of those blocks, used or not.
+    `key_value` are the bytes of those blocks, used or not; `draft` those of the draft head, with the hidden state that it goes on
+    from. `conv` and `ssm` count all rows of the slot.
     """
 
     num_tokens: int
@@ -42,11 +51,12 @@ class RequestBytes(msgspec.Struct, frozen=True, kw_only=True):
     key_value: int
     conv: int
     ssm: int
+    draft: int = 0
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.key_value + self.conv + self.ssm
+        return self.key_value + self.conv + self.ssm + self.draft
 
 
 class RankEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +114,7 @@ def estimate_worker(
             key_value=sum(each.key_value for each in parts),
             conv=sum(each.conv for each in parts),
             ssm=sum(each.ssm for each in parts),
+            draft=sum(each.draft for each in parts),
         ),
         capacity=None if memory_bytes is None else _capacity(config, size, ranks, num_tokens, memory_bytes),
     )
@@ -112,7 +123,8 @@ def estimate_worker(
 def manifests_of(config: ModelConfig, size: WorkerSize, num_blocks: int) -> list[RankManifest]:
     """What the ranks of one replica would say of themselves, with room for one sequence of `num_blocks` blocks."""
     regions = [_region(config, size, rank, num_blocks, 1) for rank in range(size.tp)]
-    return [each.manifest(worker_id=size.role, incarnation=size.role, model="planned") for each in regions]
+    draft = _PLANNED if size.keeps_draft else ""
+    return [each.manifest(worker_id=size.role, incarnation=size.role, model=_PLANNED, draft=draft) for each in regions]
 
 
 def blocks_for(size: WorkerSize, num_tokens: int) -> int:
@@ -122,7 +134,14 @@ def blocks_for(size: WorkerSize, num_tokens: int) -> int:
 
 def _region(config: ModelConfig, size: WorkerSize, rank: int, num_blocks: int, num_slots: int) -> RegionMap:
     shape = cache_shape(
-        config, dtype=size.dtype, block_size=size.block_size, num_blocks=num_blocks, num_slots=num_slots
+        config,
+        dtype=size.dtype,
+        block_size=size.block_size,
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        num_speculative_tokens=size.num_speculative_tokens,
+        keeps_draft=size.keeps_draft,
+        draft_whole=size.draft_whole,
     )
     at = Coordinates(tp_rank=rank, tp_size=size.tp, dcp_rank=dcp_rank(rank, size.dcp), dcp_size=size.dcp)
     rows = size.num_staging_rows
@@ -134,8 +153,13 @@ def _rank(config: ModelConfig, size: WorkerSize, rank: int, num_tokens: int) -> 
     place = dcp_rank(rank, size.dcp)
     num_blocks = blocks_for(size, num_tokens)
     held = dict.fromkeys(Role, 0)
+    draft_bytes = 0
     for cache in _region(config, size, rank, num_blocks, 1).caches.values():
-        held[cache.role] += cache.nbytes
+        if cache.namespace is Namespace.DRAFT:
+            draft_bytes += cache.nbytes
+        else:
+            held[cache.role] += cache.nbytes
+    draft = RankShard(config=config) if size.draft_whole else shard
     return RankEstimate(
         rank=rank,
         query_heads=_ends(shard.query_heads),
@@ -144,13 +168,14 @@ def _rank(config: ModelConfig, size: WorkerSize, rank: int, num_tokens: int) -> 
         linear_value_heads=_ends(shard.linear_value_heads),
         dcp_group=rank // size.dcp,
         dcp_rank=place,
-        weight_bytes=rank_weight_bytes(shard, size.dtype),
+        weight_bytes=rank_weight_bytes(shard, size.dtype, draft if size.keeps_draft else None),
         request=RequestBytes(
             num_tokens=local_length(num_tokens, size.block_size, size.dcp, place),
             num_blocks=num_blocks,
             key_value=held[Role.KEY] + held[Role.VALUE],
             conv=held[Role.CONV],
             ssm=held[Role.SSM],
+            draft=draft_bytes,
         ),
     )
 
