@@ -35,22 +35,28 @@ MAX_REPLICAS: Final = 64
 
 
 class ReplicaRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica has left. A sequence lives in one replica: it needs all of its blocks and its slot there."""
+    """What one replica has left for new sequences. A sequence lives in one replica: it needs all of its blocks and its slot there.
+
+    `num_kept_blocks` are free too, but kept for answers that grow.
+    """
 
     num_free_blocks: Whole
     num_free_slots: Whole
+    num_kept_blocks: Whole = 0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has left and what it is doing, summed over its replicas.
+    """What a worker has left for new sequences and what it is doing, summed over its replicas.
 
-    `replicas` says what each of several has left, in the order of their dp rank; a worker that has only one leaves it out.
+    `num_kept_blocks` are free too, but kept for answers that grow. `replicas` says what each of several has left, in the order of
+    their dp rank; a worker that has only one leaves it out.
     """
 
     num_free_blocks: Whole
     num_free_slots: Whole
     num_waiting: Whole
     num_running: Whole
+    num_kept_blocks: Whole = 0
     replicas: Annotated[tuple[ReplicaRoom, ...], msgspec.Meta(max_length=MAX_REPLICAS)] = ()
 
     def has_room(self, num_tokens: int, *, block_tokens: int) -> bool:
@@ -146,7 +152,8 @@ class WorkerScan(Versioned, frozen=True, kw_only=True, tag="worker_scan"):
     """What a worker holds, found by walking its tables and `/proc`.
 
     `rank_sequences` are those bound on each rank, replica after replica. Blocks and slots are those that any sequence or
-    grant names; those of replica r are numbered from `r * num_blocks` and `r * num_slots` of one replica on.
+    grant names; those of replica r are numbered from `r * num_blocks` and `r * num_slots` of one replica on. `num_kept_blocks`
+    of all replicas are held by nobody, but kept for answers that grow.
     """
 
     worker_id: str
@@ -161,3 +168,4 @@ class WorkerScan(Versioned, frozen=True, kw_only=True, tag="worker_scan"):
     num_children: int
     num_tasks: int
     num_prefilled_tokens: int
+    num_kept_blocks: int = 0

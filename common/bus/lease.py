@@ -11,6 +11,8 @@ fence decides.
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from common.bus.errors import BusError, BusTimeout, BusUnavailable, RevisionConflict
 from common.bus.lease_term import Term, fence_of
 from common.bus.port import Bucket
@@ -33,7 +35,7 @@ class Lease:
         self._clock = clock
         self._log = log
         self._key = key
-        self._mine = encode(value)
+        self._value = value
         self._ttl_s = ttl_s
         self._term: Term | None = None
         self._holder = ""
@@ -58,16 +60,16 @@ class Lease:
         self._term = None
         self._holder = ""
         entry = await self._bucket.get(self._key)
-        if entry is not None and entry.value != self._mine:
+        if entry is not None and not self._is_mine(entry.value):
             self._holder = _holder_of(entry.value)
             return None
         epoch = await self._bucket.epoch()
         sent_at = self._clock.monotonic()
         try:
             if entry is None:
-                revision = await self._bucket.create(self._key, self._mine)
+                revision = await self._bucket.create(self._key, encode(self._value))
             else:  # an earlier try of ours got through unheard
-                revision = await self._bucket.update(self._key, self._mine, last=entry.revision)
+                revision = await self._bucket.update(self._key, encode(self._value), last=entry.revision)
         except RevisionConflict:
             return None
         if await self._bucket.epoch() != epoch:
@@ -110,17 +112,18 @@ class Lease:
     async def _renew(self, term: Term) -> str:
         """Write until it is acknowledged; or say why the lease is lost. The caller's timeout bounds it."""
         last = term.revision
+        data = encode(msgspec.structs.replace(self._value, fence=term.fence))
         while True:
             sent_at = self._clock.monotonic()
             try:
                 async with Deadline.after(self._clock, _TRY_SHARE * self._ttl_s).timeout():
-                    revision = await self._bucket.update(self._key, self._mine, last=last)
+                    revision = await self._bucket.update(self._key, data, last=last)
             except RevisionConflict:
                 entry = await self._read()
                 if entry is None:
                     return "it has expired"
                 value, last = entry
-                if value != self._mine:
+                if not self._is_mine(value):
                     return "somebody else holds it"
             except (BusError, TimeoutError) as error:
                 self._log.info("lease_not_renewed", key=self._key, error=repr(error))
@@ -150,6 +153,22 @@ class Lease:
             await self._bucket.delete(self._key, last=term.revision)
         except RevisionConflict:
             return  # it is somebody else's already
+
+    def _is_mine(self, value: bytes) -> bool:
+        """Whether this very start wrote it, in whichever of its terms."""
+        try:
+            found = decode(value, LeaseValue)
+        except CodecError:
+            return False
+        return (found.holder, found.start) == (self._value.holder, self._value.start)
+
+
+async def fence_of_holder(bucket: Bucket, key: str) -> int | None:
+    """The fence of the term in which the lease is held now; None if nobody holds it. Raises `BusError` and `CodecError`."""
+    entry = await bucket.get(key)
+    if entry is None:
+        return None
+    return decode(entry.value, LeaseValue).fence or fence_of(await bucket.epoch(), entry.revision)
 
 
 def _holder_of(value: bytes) -> str:

@@ -80,4 +80,5 @@ class Inspection:
             num_children=process.num_children,
             num_tasks=len(asyncio.all_tasks()),
             num_prefilled_tokens=self._num_prefilled_tokens(),
+            num_kept_blocks=sum(replica.pool.num_kept_blocks for replica in self._replicas),
         )

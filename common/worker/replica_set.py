@@ -8,7 +8,7 @@ from common.engine.port import Engine, EngineError, EngineInfo
 from common.layout.replicas import split_replicas
 from common.worker.core.blocks import MemoryNeed, Reservation
 from common.worker.core.growth import Growth
-from common.worker.core.replica_choice import choose_for_memory, choose_for_prompt
+from common.worker.core.replica_choice import ReplicaLoad, choose_for_memory, choose_for_prompt
 from common.worker.core.scheduler import StepLimits
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepObserver
@@ -73,15 +73,12 @@ class ReplicaSet:
         """What all replicas have left and are doing together, and what each of several has left."""
         loads = [replica.load for replica in self._replicas]
         return WorkerLoad(
-            num_free_blocks=sum(load.num_free_blocks for load in loads),
+            num_free_blocks=sum(load.num_usable_blocks for load in loads),
             num_free_slots=sum(load.num_free_slots for load in loads),
             num_waiting=sum(load.num_waiting for load in loads) + len(self.line),
             num_running=sum(load.num_running for load in loads),
-            replicas=tuple(
-                ReplicaRoom(num_free_blocks=load.num_free_blocks, num_free_slots=load.num_free_slots) for load in loads
-            )
-            if len(loads) > 1
-            else (),
+            num_kept_blocks=sum(load.num_kept_blocks for load in loads),
+            replicas=tuple(_room_of(load) for load in loads) if len(loads) > 1 else (),
         )
 
     @property
@@ -149,3 +146,9 @@ class ReplicaSet:
         """See `EngineLoop.retry_quarantine`. Who waits for memory may have what came back."""
         await replica.loop.retry_quarantine()
         self.line.serve()
+
+
+def _room_of(load: ReplicaLoad) -> ReplicaRoom:
+    return ReplicaRoom(
+        num_free_blocks=load.num_usable_blocks, num_free_slots=load.num_free_slots, num_kept_blocks=load.num_kept_blocks
+    )

@@ -31,6 +31,7 @@ from common.worker.core.sequence import Sequence
 from common.worker.core.step_mode import modes_of
 from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import StepOutcome
+from common.worker.fences import Fences
 from common.worker.inspection import Inspection
 from common.worker.live_settings import LiveSettings
 from common.worker.prompt_intake import PromptIntake
@@ -105,6 +106,7 @@ class WorkerService(ABC):
         self.info = self.replicas.info
         self.prompts = PromptBuffer(max_tokens=settings.prompt_buffer_tokens, vocab_size=self.info.vocab_size)
         self.table = HandoffTable()
+        self._fences = Fences(parts.bus, parts.clock, parts.log, parts.metrics, self.table)
         self.intake = PromptIntake(
             settings.worker_id, self.prompts, self.table, parts.clock, is_draining=lambda: self.draining
         )
@@ -223,8 +225,13 @@ class WorkerService(ABC):
         """See `StepObserver.released`."""
         self.work.released(quarantined=quarantined)
 
-    def check_command(self, command: Command) -> None:
-        """Refuse a command for another start of this worker, from a deposed broker, or for a handoff that is over."""
+    async def check_command(self, command: Command) -> None:
+        """Refuse a command for another start of this worker, from whoever does not lead, or for a handoff that is over.
+
+        It waits only for a fence that is new; nothing can come between its return and what the caller does next.
+        """
+        if command.incarnation == self.incarnation:
+            await self._fences.settle(command.handoff_id, command.fence)
         _refuse(command.handoff_id, refuse_command(command, incarnation=self.incarnation, table=self.table))
 
     def check_new(self, command: NewWork, num_tokens: int) -> None:

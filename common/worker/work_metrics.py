@@ -76,7 +76,11 @@ class WorkMetrics:
             "worker_preemptions_total",
             "Times that a sequence gave its memory to older ones: on decode it ended, on mixed it is computed again.",
         )
-        blocks = metrics.gauge("worker_blocks", "Cache blocks of a replica, by who has them.", ("dp_rank", "state"))
+        blocks = metrics.gauge(
+            "worker_blocks",
+            "Cache blocks of a replica, by who has them; kept: free, but for answers that grow.",
+            ("dp_rank", "state"),
+        )
         slots = metrics.gauge("worker_slots", "State slots of a replica, by who has them.", ("dp_rank", "state"))
         sequences = metrics.gauge("worker_sequences", "Sequences of a replica by state.", ("dp_rank", "state"))
         queued = metrics.gauge(
@@ -84,8 +88,9 @@ class WorkMetrics:
         )
         for replica in replicas:
             rank = str(replica.dp_rank)
-            for state in ("free", "held", "quarantined"):
+            for state in ("free", "kept", "held", "quarantined"):
                 blocks.labels(rank, state).set_function(partial(_num_of, replica, "blocks", state))
+            for state in ("free", "held", "quarantined"):
                 slots.labels(rank, state).set_function(partial(_num_of, replica, "slots", state))
             sequences.labels(rank, "waiting").set_function(partial(_load, replica, "num_waiting"))
             sequences.labels(rank, "running").set_function(partial(_load, replica, "num_running"))
@@ -141,13 +146,16 @@ def _load(replica: Replica, field: str) -> int:
 
 
 def _num_of(replica: Replica, what: str, state: str) -> int:
-    """How many blocks or slots of a replica's pool are in a state."""
+    """How many blocks or slots of a replica's pool are in a state. Blocks are kept for answers that grow; no slots are."""
     free, quarantined, everywhere = (
         int(getattr(replica.pool, f"num_{kind}{what}")) for kind in ("free_", "quarantined_", "")
     )
+    kept = replica.pool.num_kept_blocks if what == "blocks" else 0
     match state:
         case "free":
-            return free
+            return free - kept
+        case "kept":
+            return kept
         case "quarantined":
             return quarantined
         case _:

@@ -96,7 +96,7 @@ class BrokerEdges:
 
     async def _outcome(self, data: bytes) -> msgspec.Struct:
         asked = decode(data, ReplayTokens)
-        end = None if asked.ended else self._broker.end_of(asked.handoff_id)
+        end = None if asked.ended else await self._broker.end_of(asked.handoff_id)
         return Accepted(handoff_id=asked.handoff_id) if end is None else end
 
     async def _prefill_finished(self, data: bytes) -> msgspec.Struct:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import Final
 
+from common.bus.errors import BusError
 from common.bus.handoff_events import HandoffEvents
 from common.bus.port import Bus
 from common.bus.rpc import RefusedError, UnansweredError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
-from common.runtime.tasks import BoundedTasks
-from common.runtime.trace import current_trace, next_hop, within
+from common.runtime.trace import current_trace
 from contracts.errors import CodecError, ErrorCode, ErrorInfo, PdmeshError
-from contracts.handoff import HandoffRecord, PartsReport, PrefillFinished, RequestEnded, TakenOver
+from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.pull import PullEnded
 from contracts.requests import (
     Accepted,
@@ -26,34 +25,33 @@ from contracts.requests import (
     WorkerRef,
 )
 from contracts.show import HandoffView
-from contracts.trace import TRACEPARENT, TraceContext, read_trace
+from contracts.trace import TraceContext
+from services.broker.adopter import Adopter
 from services.broker.calls import Calls
 from services.broker.core import messages
-from services.broker.core.deadline_text import seconds_left, seconds_until, write_deadline
-from services.broker.core.effects import AnswerSubmit, Effect, Forget, Measured, Publish
+from services.broker.core.deadline_text import write_deadline
+from services.broker.core.effects import Effect
 from services.broker.core.events import (
-    Adopted,
     CancelRequested,
     DeadlinePassed,
     DecodeTookOver,
-    Event,
     PartsReported,
     PrefillEnded,
     PullOver,
-    RecordUnwritten,
     RouterGone,
     Submitted,
     WorkerEnded,
     WorkerGone,
 )
 from services.broker.core.handoff import Handoff, Policy, refusal, same_identity
-from services.broker.core.step import adopt, begin, step
-from services.broker.core.submission import check_submit, workers_on
+from services.broker.core.step import begin
+from services.broker.core.submission import check_submit
 from services.broker.core.view import view, view_of_record
-from services.broker.live import Live, LiveHandoffs, Outcomes
+from services.broker.driver import Driver
+from services.broker.live import Live, LiveHandoffs
 from services.broker.observer import Observer
 from services.broker.orphans import Orphans
-from services.broker.performer import Job, Performer
+from services.broker.performer import Performer
 from services.broker.plans import PairPlan, Plans
 from services.broker.presence import Presence
 from services.broker.records import Records
@@ -69,7 +67,7 @@ _MAX_REASON_CHARS: Final = 500
 
 
 class Broker:
-    """Owns the handoffs of one partition. Everything that happens to one goes through `feed`, in one order."""
+    """Owns the handoffs of one partition. Everything that happens to one goes through its `tell`, in one order."""
 
     def __init__(
         self,
@@ -88,8 +86,8 @@ class Broker:
     ) -> None:
         self._settings = settings
         self.metrics = metrics
-        self._bus = bus
         self._clock = clock
+        self._is_mute = is_mute
         self._log = log
         self._plans = plans
         self._records = records
@@ -103,15 +101,10 @@ class Broker:
         """Which workers are there: who watches `PD_WORKERS` feeds this."""
         self.routers = RouterPresence(bus, clock, log, on_gone=self._router_gone, is_mute=is_mute)
         """Which routers are there: who watches `PD_ROUTERS` feeds this."""
+        self._adopter = Adopter(records, clock, log, policy=self._policy, workers=self.workers, keep=self._keep)
         self.links = plans.verdicts
         """What prefill workers say of pairs: who watches `PD_LINKS` feeds this."""
         self.draining = False
-        self._tasks = BoundedTasks(
-            group,
-            name="effect",
-            limit=settings.max_in_flight * _TASKS_A_HANDOFF,
-            on_error=self._effect_failed,
-        )
         self.orphans = Orphans(
             calls,
             records,
@@ -131,10 +124,10 @@ class Broker:
             fence=fence,
             pause_s=settings.keep_ended_s + _STRAYS_AFTER_S,
             is_known=lambda handoff_id: self._handoffs.get(handoff_id) is not None,
-            take=self._take_stray,
+            take=self._adopter.take_stray,
         )
         """Ends records that nobody goes on with: its `run` is a task of the broker."""
-        self._performer = Performer(
+        performer = Performer(
             bus,
             clock,
             log,
@@ -146,7 +139,17 @@ class Broker:
         )
         events = HandoffEvents(bus, clock, service="broker", instance=settings.broker_id)
         self._observer = Observer(
-            events, metrics, log, limit=settings.max_in_flight, num_tasks=lambda: self._tasks.running
+            events, metrics, log, limit=settings.max_in_flight, num_tasks=lambda: self._driver.num_running
+        )
+        self._driver = Driver(
+            self._handoffs,
+            performer,
+            self._observer,
+            clock,
+            log,
+            group=group,
+            max_tasks=settings.max_in_flight * _TASKS_A_HANDOFF,
+            on_unwritten=self.strays.expect,
         )
 
     @property
@@ -216,7 +219,7 @@ class Broker:
 
     async def cancel(self, message: CancelRequest) -> Accepted:
         """Nobody waits any more: accepted once the record says so. Raises as `take` does."""
-        live = self._here(message.handoff_id)
+        live = await self._here(message.handoff_id)
         live.tell(
             CancelRequested(
                 at_ns=self._clock.monotonic_ns(),
@@ -228,9 +231,9 @@ class Broker:
         await live.wait_written()
         return self._accepted(live)
 
-    def end_of(self, handoff_id: str) -> TokenFrame | None:
-        """The end of a handoff that is over, for a router that missed it; None while it is not. Raises `RefusedError` for an unknown one."""
-        handoff = self._known(handoff_id).handoff
+    async def end_of(self, handoff_id: str) -> TokenFrame | None:
+        """The end of a handoff that is over, for a router that missed it; None while it is not. Raises as `take` does."""
+        handoff = (await self._here(handoff_id)).handoff
         return messages.final_frame(handoff) if handoff.terminal else None
 
     async def show(self, handoff_id: str) -> HandoffView:
@@ -251,7 +254,7 @@ class Broker:
         A takeover and an end are accepted once the record says so: no worker tells another broker of them again. Raises
         `UnansweredError` when another broker goes on with the handoff: it is the one to be told.
         """
-        live = self._here(message.handoff_id)
+        live = await self._here(message.handoff_id)
         if live.handoff.is_claiming:  # what the bucket answers may be what this message speaks of
             await live.wait_written()
             self._accepted(live)
@@ -292,48 +295,11 @@ class Broker:
     # Life.
 
     async def recover(self) -> int:
-        """Take over what an earlier broker left behind; return how much that is. Raises `BusError`."""
-        left_over = await self._records.left_over(self._unreadable)
-        for record, revision in left_over:
-            self._adopt(record, revision)
-        if left_over:
+        """See `Adopter.recover`."""
+        num_adopted = await self._adopter.recover()
+        if num_adopted:
             self.strays.expect()  # whoever led before may only stand still
-        return len(left_over)
-
-    def _adopt(self, record: HandoffRecord, revision: int) -> Live:
-        now_ns = self._clock.monotonic_ns()
-        deadline = Deadline.after(self._clock, seconds_left(record.deadline_at, self._clock.wall_time()))
-        deadline_ns = now_ns + round(deadline.remaining * 1e9)
-        event = Adopted(
-            at_ns=now_ns,
-            record=record,
-            revision=revision,
-            deadline_ns=deadline_ns,
-            begun_ns=self._submitted_ns(record, now_ns),
-        )
-        handoff, effects = adopt(event, self._policy)
-        trace = next_hop(read_trace({TRACEPARENT: record.traceparent}))
-        with within(trace):
-            self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
-        live = self._keep(handoff, effects, deadline, trace)
-        if not record.state.terminal:
-            for worker in workers_on(record.route):
-                self.workers.expect(worker)  # one that died before this broker listened will never be heard of
-        return live
-
-    def _take_stray(self, record: HandoffRecord, revision: int) -> None:
-        """End what nobody goes on with: whoever asked for it was refused, or has asked again."""
-        now_ns = self._clock.monotonic_ns()
-        self._adopt(record, revision).tell(CancelRequested(at_ns=now_ns, reason="it was left behind by its broker"))
-
-    def _submitted_ns(self, record: HandoffRecord, now_ns: int) -> int:
-        """When it was submitted, by this process's clock; now if its record does not say, or says a moment that is to come."""
-        if not record.submitted_at:
-            return now_ns
-        return now_ns + min(0, round(seconds_until(record.submitted_at, self._clock.wall_time()) * 1e9))
-
-    def _unreadable(self, key: str, error: CodecError) -> None:
-        self._log.error("handoff_record_unreadable", handoff_id=key, error_code=error.code, reason=error.message)
+        return num_adopted
 
     async def run_sweeps(self) -> None:
         """Notice what silence tells: deadlines, workers that are gone, ended handoffs that nobody asks for any more."""
@@ -353,23 +319,6 @@ class Broker:
         self.draining = True
         await self._handoffs.wait_idle()
 
-    # The core and its effects.
-
-    def feed(self, live: Live, event: Event) -> None:
-        """One step of one handoff."""
-        self._start_each(live, self._step(live, event))
-
-    def _step(self, live: Live, event: Event) -> list[Job]:
-        """One step of one handoff; returns what is to be done about it that takes time."""
-        before = live.handoff
-        live.handoff, effects = step(before, event)
-        if isinstance(event, RecordUnwritten):
-            self.strays.expect()
-        self._observer.moved(before, live.handoff)
-        jobs = self._perform(live, effects)
-        live.stepped()
-        return jobs
-
     def _keep(
         self,
         handoff: Handoff,
@@ -379,7 +328,7 @@ class Broker:
         *,
         previous_error: ErrorInfo | None = None,
     ) -> Live:
-        live = Live(self.feed, handoff, deadline, trace)
+        live = Live(self._driver.feed, handoff, deadline, trace)
         self._observer.moved(None, handoff)
         if handoff.submit_answered:
             live.admission.set_result(None)
@@ -387,7 +336,7 @@ class Broker:
         self._handoffs.add(live)
         if handoff.record.router_incarnation is not None:
             self.routers.expect(handoff.record.router_id, handoff.record.router_incarnation)
-        self._start_each(live, self._perform(live, effects))
+        self._driver.begin(live, effects)
         if before is not None:
             self._supersede(before, live, previous_error)
         return live
@@ -406,61 +355,30 @@ class Broker:
         )
         earlier.tell(event)
 
-    def _perform(self, live: Live, effects: tuple[Effect, ...]) -> list[Job]:
-        """Do what a step wants, in the handoff's own trace, whosever message made the step. Returns what takes time."""
-        with within(live.trace):
-            return self._perform_each(live, effects)
-
-    def _perform_each(self, live: Live, effects: tuple[Effect, ...]) -> list[Job]:
-        jobs: list[Job] = []
-        for effect in effects:
-            match effect:
-                case AnswerSubmit(error=error):
-                    if not live.admission.done():
-                        live.admission.set_result(error)
-                case Publish():
-                    self._observer.saw(live.handoff, effect)
-                case Measured():
-                    self._observer.measured(live.handoff, effect)
-                case Forget():
-                    self._observer.over(live.handoff)
-                    self._handoffs.ended(live, self._clock.monotonic())
-                case _:
-                    jobs.append(effect)
-        return jobs
-
-    def _start_each(self, live: Live, jobs: Iterable[Job]) -> None:
-        """Do these things side by side, in the handoff's own trace."""
-        with within(live.trace):
-            for job in jobs:
-                if not self._tasks.try_start(partial(self._work, live, job)):
-                    # Each handoff has room for all of its effects: to be here is a mistake of ours, and must be heard of.
-                    self._log.error("effect_dropped", handoff_id=live.handoff.handoff_id, effect=type(job).__name__)
-
-    async def _work(self, live: Live, job: Job) -> None:
-        """Do one thing, then the first that follows from its outcome, and so on: a task for each would cost more than most do."""
-        outcomes = Outcomes(live)
-        following = [job]
-        while following:
-            await self._performer.perform(outcomes, following[0])
-            following = []
-            for event in outcomes.taken():
-                following += self._step(live, event)
-            self._start_each(live, following[1:])
-
-    def _effect_failed(self, name: str, error: Exception) -> None:
-        self._log.error("effect_failed", task=name, error=repr(error), exc_info=error)
-
-    def _known(self, handoff_id: str) -> Live:
-        live = self._handoffs.get(handoff_id)
+    async def _here(self, handoff_id: str) -> Live:
+        """A handoff of this broker's. Raises `RefusedError` for one that nobody knows, `UnansweredError` for another broker's."""
+        live, is_elsewhere = self._handoffs.get(handoff_id), False
+        if live is None:
+            is_elsewhere = await self._is_elsewhere(handoff_id)
+            live = self._handoffs.get(handoff_id)  # it may have been submitted meanwhile
+        if live is None and is_elsewhere:
+            raise UnansweredError(f"{handoff_id} may be another broker's")
         if live is None:
             raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} is not known here")
-        return live
-
-    def _here(self, handoff_id: str) -> Live:
-        live = self._known(handoff_id)
         self._accepted(live)
         return live
+
+    async def _is_elsewhere(self, handoff_id: str) -> bool:
+        """Whether a broker of a later term may go on with what is not known here. While the bucket does not answer, one may."""
+        if self._is_mute():
+            return True
+        try:
+            kept = await self._records.find(handoff_id)
+        except CodecError:
+            return False
+        except BusError:
+            return True
+        return kept is not None and kept[0].fence > self._policy.fence
 
     def _accepted(self, live: Live) -> Accepted:
         """What was told counts, unless another broker has taken the handoff over, now or before."""

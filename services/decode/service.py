@@ -116,7 +116,7 @@ class DecodeService(GeneratingService):
     async def _reserve(self, data: bytes) -> msgspec.Struct:
         command = decode(data, ReserveDecode)
         began_ns = self.clock.monotonic_ns()
-        self.check_command(command)
+        await self.check_command(command)
         under_way = self._reserving.get(command.handoff_id)
         if under_way is not None:  # asked again while the first call waits or binds: both get its answer
             await asyncio.shield(under_way)
@@ -229,7 +229,7 @@ class DecodeService(GeneratingService):
 
     async def _pull(self, data: bytes) -> msgspec.Struct:
         command = decode(data, PullHandoff)
-        self.check_command(command)
+        await self.check_command(command)
         sequence = self._known(command.handoff_id)
         await self._pulls.begin(command, sequence, self.replicas.of(sequence), self.info.block_size)
         return Accepted(handoff_id=command.handoff_id)
@@ -248,7 +248,7 @@ class DecodeService(GeneratingService):
     async def _commit(self, data: bytes) -> msgspec.Struct:
         command = decode(data, CommitHandoff)
         committed_ns = self.clock.monotonic_ns()
-        self.check_command(command)
+        await self.check_command(command)
         sequence = self._known(command.handoff_id)
         if not sequence.output_ids:
             pull = self._pulls.get(command.handoff_id)
@@ -262,7 +262,7 @@ class DecodeService(GeneratingService):
                 await self._verification.check(command, sequence, self.replicas.of(sequence), _NUM_CACHED_TOKENS)
                 if sequence.output_ids:
                     return Accepted(handoff_id=command.handoff_id)  # the same commit, delivered once more, was faster
-                self.check_command(command)  # it may have been released meanwhile
+                await self.check_command(command)  # it may have been released meanwhile
             sequence.num_computed = sequence.num_prompt_tokens
             sequence.num_cached_tokens = command.num_cached_tokens
             sequence.pending_token = command.first_token

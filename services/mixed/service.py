@@ -6,11 +6,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from common.bus.rpc import Handler
+from common.bus.rpc import Handler, RefusedError
+from common.runtime.clock import Deadline
+from common.worker.core.admission import same_work
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
 from common.worker.generation import GeneratingService
+from common.worker.service import WorkerParts
 from contracts.codec import decode
+from contracts.errors import ErrorCode
 from contracts.events import EventName
 from contracts.handoff import RunMixed
 from contracts.requests import Accepted
@@ -23,23 +27,37 @@ class MixedService(GeneratingService):
 
     role = WorkerRole.MIXED
 
+    def __init__(self, parts: WorkerParts) -> None:
+        super().__init__(parts)
+        self._runs: dict[str, RunMixed] = {}
+
     def handlers(self) -> Mapping[str, Handler]:
         """`prompt` and `run`, beside what every worker can be asked."""
         return {**super().handlers(), WorkerVerb.PROMPT: self.intake.take, WorkerVerb.RUN: self._run}
 
     async def _run(self, data: bytes) -> msgspec.Struct:
         command = decode(data, RunMixed)
-        self.check_command(command)
-        if self.table.get(command.handoff_id) is None:
+        await self.check_command(command)
+        known = self._runs.get(command.handoff_id)
+        if known is not None and not same_work(known, command):
+            text = f"{command.handoff_id} is being computed with another prompt or other sampling"
+            raise RefusedError(command.handoff_id, ErrorCode.DUPLICATE, text)
+        if known is None:
             need = self.replicas.growth.first_need(command.num_prompt_tokens, command.sampling.max_tokens)
             self.check_new(command, need.limit_tokens)
             prompt_ids = self.intake.prompt_of(command)
             replica = self.replicas.for_prompt(need.num_tokens)
             sequence = self.new_sequence(command, replica)
             sequence.prompt_ids = prompt_ids
+            self._runs[command.handoff_id] = command
             replica.scheduler.enqueue(sequence)
             replica.loop.wake()
         return Accepted(handoff_id=command.handoff_id)
+
+    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
+        """See `WorkerService.end`."""
+        self._runs.pop(handoff_id, None)
+        await super().end(handoff_id, tombstone=tombstone)
 
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins; not when it is computed again."""

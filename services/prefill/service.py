@@ -17,6 +17,7 @@ from common.bus.rpc import Handler, RefusedError
 from common.engine.port import EngineDeadError, EngineError
 from common.runtime.clock import Deadline
 from common.runtime.trace import within
+from common.worker.core.admission import same_work
 from common.worker.core.parts import PushedParts
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
@@ -99,11 +100,12 @@ class PrefillService(WorkerService):
 
     async def _run(self, data: bytes) -> msgspec.Struct:
         command = decode(data, RunPrefill)
-        self.check_command(command)
+        await self.check_command(command)
         known = self.table.get(command.handoff_id)
         if known is not None:
-            if known.push is None or known.push.grant != command.grant or known.push.pulled != command.pulled:
-                text = f"grant: {command.handoff_id} is being computed for another one"
+            prefill = self._prefills.get(command.handoff_id)
+            if prefill is None or not same_work(prefill.command, command):
+                text = f"{command.handoff_id} is being computed with another prompt, other sampling or another grant"
                 raise RefusedError(command.handoff_id, ErrorCode.DUPLICATE, text)
             return Accepted(handoff_id=command.handoff_id)
         self.check_new(command, command.num_prompt_tokens)
@@ -132,12 +134,12 @@ class PrefillService(WorkerService):
             sequence.handoff_id, WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
         )
         self._prefills[sequence.handoff_id] = Prefill(
+            command=command,
             sequence=sequence,
             parts=PushedParts(sequence.handoff_id, self.incarnation, replica.dp_rank),
             owed=owed,
             parts_left=Counter(source_rank for source_rank, *_ in owed),
             accepted_ns=sequence.accepted_ns,
-            verify=command.verify,
         )
         replica.scheduler.enqueue(sequence)
         replica.loop.wake()
@@ -212,7 +214,7 @@ class PrefillService(WorkerService):
 
     async def _digests(self, sequence: Sequence, prefill: Prefill) -> tuple[PartDigest, ...]:
         """What the whole cache adds up to, where decode wants to verify it."""
-        if sequence.push is None or not prefill.verify:
+        if sequence.push is None or not prefill.command.verify:
             return ()
         loop = self.replicas.of(sequence).loop
         return await loop.digest(sequence, PeerSide.SOURCE, sequence.push.num_cached_tokens)

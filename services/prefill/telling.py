@@ -15,7 +15,7 @@ from common.runtime.trace import within
 from common.worker.core.parts import PartProgress, PushedParts
 from common.worker.core.sequence import Sequence
 from contracts.events import EventName
-from contracts.handoff import PrefillFinished
+from contracts.handoff import PrefillFinished, RunPrefill
 from contracts.rank import PartPushed
 from services.prefill.core.owed_ranges import OwedKey
 from services.prefill.layer_times import LayerTimes
@@ -28,12 +28,12 @@ class Prefill(msgspec.Struct, kw_only=True):
     takeover runs on: they are published once the prefill is released, or when they are a second old.
     """
 
+    command: RunPrefill
     sequence: Sequence
     parts: PushedParts
     owed: dict[OwedKey, RangeSet]
     parts_left: dict[int, int]
     accepted_ns: int
-    verify: bool = False
     started_ns: int = 0
     computed_ns: int = 0
     response_prepare_ms: float | None = None

@@ -82,6 +82,7 @@ class World:
         self.decode: ScriptedWorker
         self.mixed: ScriptedWorker
         self.broker: Broker
+        self.broker_bus: Bus
         self.edges: BrokerEdges | None = None
 
     async def open(self, *, with_broker: bool = True, **settings: Any) -> None:
@@ -100,9 +101,10 @@ class World:
     async def start_broker(self, *, fence: int = 1, **settings: Any) -> None:
         """Start a broker, or another one, maybe of a later term."""
         self.metrics = Metrics()
+        self.broker_bus = await self._connect()
         self.broker, self.edges = await open_broker(
             BrokerSettings(**settings),
-            bus=await self._connect(),
+            bus=self.broker_bus,
             clock=self.clock,
             log=structlog.get_logger(),
             metrics=self.metrics,
@@ -275,7 +277,7 @@ class World:
 
     async def events(self) -> list[HandoffEvent]:
         """Every event that was published."""
-        assert await self.broker._bus.flush_events()
+        assert await self.broker_bus.flush_events()
         return [
             decode(stored.data, HandoffEvent)
             async for stored in self.bus.read_stream(subjects.EVENTS_STREAM, subjects.EVENTS_FILTER)

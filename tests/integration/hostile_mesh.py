@@ -40,6 +40,7 @@ from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
 from services.router import app
 from services.router.settings import RouterSettings
+from tests.integration.lease_holder import LeaseHolder
 
 PATIENCE_S = 30.0
 STEP_S = 0.001
@@ -243,6 +244,9 @@ async def hostile_mesh(network: Network, clock: Clock, **router: Any) -> AsyncIt
     started: asyncio.Future[tuple[Lifecycle, int]] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as group:
         broker_bus = await network.connect("broker-0", group, log)
+        lease = LeaseHolder(broker_bus, clock)
+        await lease.put()
+        leading = group.create_task(lease.run(), name="lease")
         broker, edges = await open_broker(
             BrokerSettings(),
             bus=broker_bus,
@@ -279,7 +283,11 @@ async def hostile_mesh(network: Network, clock: Clock, **router: Any) -> AsyncIt
         lifecycle.request_drain("the test is over")
         async with asyncio.timeout(PATIENCE_S):
             assert await life == 0
+        leading.cancel()
         await edges.close()
+        for task in asyncio.all_tasks():
+            if task.get_name().startswith("orphans-"):  # a broker that asks workers who are not there, as at a process's end
+                task.cancel()
         for host, _ in hosts:
             await host.close()
         for opened in (*(bus for _, bus in hosts), broker_bus, router_bus, stranger.bus):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from common.bus.errors import BusTimeout
+from common.bus.faults import SeededFaults
 from common.bus.memory import MemoryServer
 from common.runtime.clock import Deadline
 from common.worker.broker_client import BrokerClient
+from contracts import subjects
 from contracts.codec import decode, encode
+from contracts.errors import ErrorCode
 from contracts.handoff import CommitHandoff, HandoffRecord, HandoffState, RequestEnded, RunPrefill
-from contracts.requests import Accepted, FinishReason, Refused
+from contracts.requests import Accepted, FinishReason, Refused, ReplayAnswer, ReplayTokens
+from contracts.subjects import BrokerVerb
+from services.broker.core.messages import first_record
 from tests.integration.broker_world import DECODE, HANDOFF, World, in_world
 
 OK = Accepted(handoff_id=HANDOFF)
@@ -106,5 +113,67 @@ def test_a_broker_that_finds_its_key_taken_thanks_nobody_for_the_other_ones_hand
         assert await world.submit() == OK
         with pytest.raises(BusTimeout):
             await world.end()
+
+    in_world(scenario)
+
+
+async def outcome(world: World) -> object:
+    """A router asks how a request ended."""
+    reply = await world.bus.request(
+        subjects.broker_rpc(BrokerVerb.OUTCOME), encode(ReplayTokens(handoff_id=HANDOFF, index=0)), timeout=1.0
+    )
+    return decode(reply.data, ReplayAnswer)  # type: ignore[arg-type]  # a union is not a type
+
+
+ASKED: dict[str, Callable[[World], Awaitable[object]]] = {**TOLD, "an outcome": outcome}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_a_deposed_broker_does_not_call_unknown_what_the_next_one_has_begun(ask: Callable[..., Any]) -> None:
+    """It never heard of that handoff, but its record is of a later term: the question is for whoever wrote it."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        bucket = await world.bus.ensure_bucket(world.broker._records._config)
+        record = first_record(world.submit_request(), fence=LATER, deadline_at="2030-01-01T00:00:00+00:00")
+        await bucket.create(HANDOFF, encode(record))
+        with pytest.raises(BusTimeout):
+            await ask(world)
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_a_broker_that_may_have_been_deposed_calls_nothing_unknown(ask: Callable[..., Any]) -> None:
+    """While its lease is overdue, or the bucket does not answer, another one may lead: only afterwards the word is given."""
+
+    async def scenario(world: World, server: MemoryServer) -> None:
+        overdue = [True]
+        world.broker._is_mute = lambda: overdue[0]
+        with pytest.raises(BusTimeout):
+            await ask(world)
+        overdue[0] = False
+        server.faults = SeededFaults(random.Random(0), store_loss=1.0)
+        with pytest.raises(BusTimeout):
+            await ask(world)
+        server.faults = SeededFaults(random.Random(0))
+        await world.clock.sleep(10.0)
+        answer = await ask(world)
+        assert isinstance(answer, Refused)
+        assert answer.error.code is ErrorCode.UNKNOWN_HANDOFF
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("data", [b"no record", None])
+def test_what_stands_there_of_an_earlier_term_or_cannot_be_read_is_unknown(data: bytes | None) -> None:
+    """No broker goes on with it: whoever asks need not wait."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        record = first_record(world.submit_request(), fence=1, deadline_at="2030-01-01T00:00:00+00:00")
+        bucket = await world.bus.ensure_bucket(world.broker._records._config)
+        await bucket.create(HANDOFF, encode(record) if data is None else data)
+        answer = await world.end()
+        assert isinstance(answer, Refused)
+        assert answer.error.code is ErrorCode.UNKNOWN_HANDOFF
 
     in_world(scenario)

@@ -43,6 +43,7 @@ class Candidate:
 
     def __init__(self, world: World, bus: Bus, broker_id: str) -> None:
         self.metrics = Metrics()
+        self.bus = bus
         self.leadership: Leadership = make_leadership(
             BrokerSettings(broker_id=broker_id),
             bus=bus,
@@ -78,7 +79,7 @@ async def two(world: World, server: MemoryServer) -> tuple[Candidate, Candidate]
     await second.leadership.wait_settled()
     assert (first.leads, second.leads) == (True, False)
     assert first.leadership.broker is not None
-    world.broker = first.leadership.broker
+    world.broker, world.broker_bus = first.leadership.broker, first.bus
     return first, second
 
 
@@ -92,7 +93,7 @@ async def follow(world: World, candidate: Candidate) -> None:
     """Wait until this one leads."""
     await world.until(lambda: candidate.leads)
     assert candidate.leadership.broker is not None
-    world.broker = candidate.leadership.broker
+    world.broker, world.broker_bus = candidate.leadership.broker, candidate.bus
 
 
 def fences(world: World, kind: type[Any]) -> list[int]:

@@ -90,7 +90,7 @@ async def test_a_restart_of_the_server_in_the_middle_of_a_prefill(server: NatsSe
         await world.until(lambda: not world.bus.is_connected)
         await asyncio.to_thread(server.start)
         await world.bus.reconnected(before)
-        for each in (world.broker._bus, world.prefill.bus, world.decode.bus):
+        for each in (world.broker_bus, world.prefill.bus, world.decode.bus):
             await each.reconnected(0)
         assert await world.finish_prefill() == OK
         await world.publish_parts()

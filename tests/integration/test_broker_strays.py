@@ -70,7 +70,7 @@ def test_a_record_that_arrives_after_its_handoff_was_given_up_is_ended() -> None
     """The bucket did not answer the write in all of its time, and took it all the same."""
 
     async def scenario(world: World, _server: MemoryServer) -> None:
-        bus: Any = world.broker._bus
+        bus: Any = world.broker_bus
         ask_store = bus.ask_store
 
         async def unanswered(_subject: str, _act: Any) -> None:

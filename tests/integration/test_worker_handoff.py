@@ -230,6 +230,7 @@ def test_commands_that_break_a_rule_are_refused_by_name() -> None:
         assert code(await mesh.run(reserved, grant=other)) is ErrorCode.INCOMPATIBLE_WORKERS
         short = msgspec.structs.replace(reserved.grant, block_ids=(0,))
         assert code(await mesh.run(reserved, grant=short)) is ErrorCode.PROTOCOL
+        await mesh.lease.lead(7)
         assert code(await mesh.run(reserved, fence=7)) is ErrorCode.PROTOCOL
         assert code(await mesh.run(reserved, fence=6)) is ErrorCode.STALE_FENCE
         second = ReserveDecode(

@@ -308,6 +308,7 @@ def test_a_pull_that_breaks_a_rule_is_refused_and_begins_nothing(
         assert await parts_of(mesh, "decode") == PartsAnswer(handoff_id=HANDOFF, reports=())
         assert await mesh.pull(source) == Accepted(handoff_id=HANDOFF)
         assert (await pull_ended(mesh)).error is None
+        await mesh.lease.lead(9)
         assert (await mesh.pull(source, fence=9)).handoff_id == HANDOFF
         assert (await mesh.pull(source, fence=8)).error.code is ErrorCode.STALE_FENCE
         await release(mesh)

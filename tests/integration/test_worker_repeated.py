@@ -8,11 +8,13 @@ import msgspec
 import pytest
 
 from contracts.errors import ErrorCode
-from contracts.handoff import Reserved
+from contracts.handoff import Reserved, RunMixed
 from contracts.manifest import Role
 from contracts.pull import Transfer
 from contracts.requests import Accepted, Refused, SamplingParams, WorkerRef
-from tests.integration.worker_world import HANDOFF, SAMPLING, Mesh, in_mesh, pair
+from contracts.subjects import WorkerVerb
+from services.mixed.service import MixedService
+from tests.integration.worker_world import HANDOFF, HASH, PROMPT, REQUEST, SAMPLING, Mesh, in_mesh, pair
 
 
 @pytest.mark.parametrize(
@@ -58,5 +60,74 @@ def test_a_run_into_another_grant_is_refused(changes: dict[str, Any]) -> None:
         for role in ("prefill", "decode"):
             await mesh.release(role, f"{role}-0")
         mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+OTHER_WORK = [
+    {"prompt_hash": "0" * 64},
+    {"num_prompt_tokens": 39},
+    {"sampling": msgspec.structs.replace(SAMPLING, max_tokens=13)},
+    {"num_delivered_tokens": 1},
+    {"router_id": "router-1"},
+]
+SAME_WORK = {"fence": 2, "timeout_ms": 30_000}
+"""What another broker that goes on with a handoff says otherwise."""
+
+
+@pytest.mark.parametrize("changes", [*OTHER_WORK, {"num_cached_tokens": 16}, {"verify": True}], ids=str)
+def test_a_prefill_of_something_else_is_refused(changes: dict[str, Any]) -> None:
+    """What is computed is what was asked for first; another broker may ask for that again."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pair(mesh)
+        await mesh.send_prompt("prefill", "prefill-0")
+        reserved = await mesh.reserve()
+        assert await mesh.run(reserved) == Accepted(handoff_id=HANDOFF)
+        answer = await mesh.run(reserved, **changes)
+        assert isinstance(answer, Refused)
+        assert answer.error.code is ErrorCode.DUPLICATE
+        await mesh.lease.lead(2)
+        assert await mesh.run(reserved, **SAME_WORK) == Accepted(handoff_id=HANDOFF)
+        for role in ("prefill", "decode"):
+            await mesh.release(role, f"{role}-0")
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+@pytest.mark.parametrize("changes", OTHER_WORK, ids=str)
+def test_a_mixed_run_of_something_else_is_refused(changes: dict[str, Any]) -> None:
+    """The request that was asked for first goes on to its end, and then nobody remembers it."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await mesh.add(MixedService, "mixed-0")
+        await mesh.send_prompt("mixed", "mixed-0")
+        run = RunMixed(
+            handoff_id=HANDOFF,
+            request_id=REQUEST,
+            attempt=0,
+            router_id="router-0",
+            incarnation="i-mixed-0",
+            fence=1,
+            num_prompt_tokens=len(PROMPT),
+            prompt_hash=HASH,
+            sampling=SAMPLING,
+            timeout_ms=60_000,
+        )
+
+        async def ask(**says: Any) -> Any:
+            return await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, msgspec.structs.replace(run, **says))
+
+        assert await ask() == Accepted(handoff_id=HANDOFF)
+        answer = await ask(**changes)
+        assert isinstance(answer, Refused)
+        assert answer.error.code is ErrorCode.DUPLICATE
+        await mesh.lease.lead(2)
+        assert await ask(**SAME_WORK) == Accepted(handoff_id=HANDOFF)
+        await mesh.heard.get()
+        mesh.assert_empty()
+        assert isinstance(service, MixedService)
+        assert not service._runs
 
     in_mesh(scenario)

@@ -168,6 +168,28 @@ def test_what_fits_into_all_replicas_together_but_into_none_is_refused() -> None
     in_mesh(scenario)
 
 
+def test_blocks_that_are_kept_for_answers_are_told_apart_from_free_ones() -> None:
+    """Record and metrics say what a new sequence can have, and what only those can have that grow."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pair(mesh, dp=2, num_blocks=8, reserve_output_tokens=1)
+        service = mesh.services["decode-0"]
+        reserved = await mesh.reserve(SamplingParams(max_tokens=60, seed=1))
+        rank = reserved.grant.dp_rank
+        load = service.record().load
+        assert (load.num_free_blocks, load.num_kept_blocks) == (16 - 3 - 1, 1)
+        rooms = [(room.num_free_blocks, room.num_kept_blocks) for room in load.replicas]
+        assert rooms == [(4, 1) if each == rank else (8, 0) for each in range(2)]
+        assert not load.has_room(9 * 16, block_tokens=16)
+        text = service.metrics.exposition().decode()
+        for state, count in (("free", 4), ("kept", 1), ("held", 3), ("quarantined", 0)):
+            assert f'pdmesh_worker_blocks{{dp_rank="{rank}",state="{state}"}} {count}.0' in text
+        await mesh.release("decode", "decode-0")
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
 def test_a_cancel_and_a_release_reach_the_replica_of_their_request() -> None:
     """The hint stops the one request and keeps its memory, the release frees it; the other replica goes on."""
 
@@ -280,13 +302,15 @@ async def test_a_scan_tells_what_each_replica_holds() -> None:
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         others = asyncio.all_tasks()
         mesh = Mesh(group, SystemClock())  # a scan looks at the process in a thread, which virtual time does not have
-        await mesh.add(DecodeService, "decode-0", tp=2, dp=2)
+        await mesh.lease.put()
+        await mesh.add(DecodeService, "decode-0", tp=2, dp=2, reserve_output_tokens=8)
         for handoff in (A, B):
             await mesh.reserve(handoff=handoff)
         scan = await mesh.ask("decode", "decode-0", WorkerVerb.SCAN, ScanWorker(), WorkerScan)
         assert scan.handoff_ids == (A, B)
         assert scan.rank_sequences == ((1,), (1,), (2,), (2,))
-        assert scan.held_blocks == (0, 1, 2, 3, 2048, 2049, 2050, 2051)
+        assert scan.held_blocks == (0, 1, 2, 2048, 2049, 2050)
+        assert scan.num_kept_blocks == 2
         assert scan.held_slots == (0, 32)
         for task in asyncio.all_tasks() - others:
             task.cancel()

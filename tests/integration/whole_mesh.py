@@ -46,6 +46,7 @@ from services.broker.settings import BrokerSettings
 from services.decode.service import DecodeService
 from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
+from tests.integration.lease_holder import LeaseHolder
 
 ROUTER = "router-0"
 NUM_OUTPUT_TOKENS = 6
@@ -84,7 +85,7 @@ class Mesh:
         self.services: list[WorkerService] = []
         self.frames: dict[str, list[TokenFrame]] = {}
         self.broker: Broker
-        self.fence = 0
+        self.lease = LeaseHolder(self.bus, clock, fence=0)
 
     async def open(self) -> None:
         """Start everybody and wait for the link."""
@@ -93,6 +94,7 @@ class Mesh:
         for kind in (PrefillService, DecodeService, MixedService):
             await self._add(kind, self.tp[kind], self.dp.get(kind, 1))
         await self.start_broker()
+        self.group.create_task(self.lease.run(), name="lease")
         await self.wait_linked()
 
     async def wait_linked(self) -> None:
@@ -106,9 +108,9 @@ class Mesh:
 
     async def start_broker(self) -> None:
         """Begin a term, with the next fence."""
-        self.fence += 1
+        await self.lease.lead(self.lease.fence + 1)
         begun = asyncio.Event()
-        self._term = self.group.create_task(self._lead(begun), name=f"term-{self.fence}")
+        self._term = self.group.create_task(self._lead(begun), name=f"term-{self.lease.fence}")
         await begun.wait()
 
     async def kill_broker(self) -> None:
@@ -125,7 +127,7 @@ class Mesh:
                 log=structlog.get_logger(),
                 metrics=Metrics(),
                 group=group,
-                fence=self.fence,
+                fence=self.lease.fence,
                 offload=inline,
             )
             begun.set()

@@ -56,6 +56,7 @@ from contracts.requests import (
 from contracts.subjects import BrokerVerb, WorkerVerb
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
+from tests.integration.lease_holder import LeaseHolder
 
 HANDOFF, REQUEST = "r1-0", "r1"
 PROMPT = list(range(1, 41))
@@ -105,6 +106,7 @@ class Mesh:
         self.clock = clock
         self.server = MemoryServer(clock)
         self.bus: MemoryBus = self.server.connect()
+        self.lease = LeaseHolder(self.bus, clock)
         self.services: dict[str, WorkerService] = {}
         self.hosts: list[WorkerHost] = []
         self.heard: asyncio.Queue[PrefillFinished | PullEnded | TakenOver | RequestEnded] = asyncio.Queue()
@@ -124,7 +126,9 @@ class Mesh:
         return hashlib.sha256(self.prompt(handoff)[1]).hexdigest()
 
     async def open(self) -> None:
-        """Listen as the broker and as the router."""
+        """Listen as the broker, which leads, and as the router."""
+        await self.lease.put()
+        self.group.create_task(self.lease.run())
         broker = await self.bus.subscribe(subjects.broker_rpc_filter())
         parts = await self.bus.subscribe(subjects.PARTS_FILTER)
         tokens = await self.bus.subscribe(subjects.tokens_filter("router-0"))

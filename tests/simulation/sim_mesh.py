@@ -289,8 +289,8 @@ def watch_fences(service: WorkerService, verdicts: Verdicts) -> None:
         highest = max(highest, fence)
         return admits(fence)
 
-    def check(command: Command) -> None:
-        inner(command)
+    async def check(command: Command) -> None:
+        await inner(command)
         if command.fence < highest:
             text = f"{service.settings.worker_id} obeyed fence {command.fence} after {highest} for {command.handoff_id}"
             verdicts.broken("fences", text)

@@ -120,10 +120,17 @@ def record(state: HandoffState, **says: Any) -> HandoffRecord:
     )
 
 
-def adopted(state: HandoffState, **says: Any) -> tuple[Handoff, Effects]:
+def adopting(state: HandoffState, **says: Any) -> tuple[Handoff, Effects]:
     """The first step of a new broker, at 1 s; the submit was at 0."""
     event = ev.Adopted(at_ns=SECOND, record=record(state, **says), revision=8, deadline_ns=11 * SECOND, begun_ns=0)
     return adopt(event, POLICY)
+
+
+def adopted(state: HandoffState, **says: Any) -> tuple[Handoff, Effects]:
+    """The first steps of a new broker, whose term the bucket takes."""
+    handoff, effects = adopting(state, **says)
+    handoff, more = stored(handoff)
+    return handoff, effects + more
 
 
 def of(effects: Effects, kind: type[E]) -> list[E]:

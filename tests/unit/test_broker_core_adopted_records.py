@@ -24,11 +24,11 @@ from tests.unit.broker_steps import (
     SOURCE,
     STATE,
     adopted,
+    adopting,
     finished,
     of,
     record,
     reserved,
-    stored,
     submitted,
 )
 
@@ -74,7 +74,6 @@ def test_locks_are_counted_on_from_the_record(lock: RequestLock | None) -> None:
 def test_a_decoding_record_has_everything_behind_it() -> None:
     """Acceptances, takeover and refusals of what was asked before are old news; the end is not."""
     handoff, _ = adopted(HandoffState.DECODING)
-    handoff, _ = stored(handoff)
     for event in (
         ev.RunAccepted(at_ns=2 * SECOND, rpc_ms=1.0),
         ev.CommitAccepted(at_ns=2 * SECOND, rpc_ms=1.0),
@@ -94,7 +93,6 @@ def test_a_decoding_record_has_everything_behind_it() -> None:
 def test_the_total_of_an_adopted_handoff_begins_at_its_submit() -> None:
     """Not at the adoption: it was submitted at 0 s, adopted at 1 s, and ends at 3 s."""
     handoff, _ = adopted(HandoffState.DECODING)
-    handoff, _ = stored(handoff)
     ended = RequestEnded(handoff_id="r1-0", incarnation="id", num_tokens=8, finish_reason=FinishReason.LENGTH)
     handoff, _ = step(handoff, ev.WorkerEnded(at_ns=3 * SECOND, message=ended))
     event = ev.RecordStored(at_ns=3 * SECOND, write=handoff.num_writes, revision=handoff.revision + 1)
@@ -113,7 +111,6 @@ def test_a_record_says_when_it_was_submitted() -> None:
 def test_a_release_that_an_earlier_broker_told_is_not_told_again(response_rpc_ms: float | None, told: int) -> None:
     """Prefill that knows nothing of a request that decode has taken over had been released; if it does know it, this is the release."""
     handoff, _ = adopted(HandoffState.DECODING)
-    handoff, _ = stored(handoff)
     ended = RequestEnded(handoff_id="r1-0", incarnation="id", num_tokens=8, finish_reason=FinishReason.LENGTH)
     handoff, _ = step(handoff, ev.WorkerEnded(at_ns=3 * SECOND, message=ended))
     settled = ev.ReleaseSettled(
@@ -211,7 +208,7 @@ def test_silence_about_digests_is_broken_after_the_usual_time() -> None:
 @pytest.mark.parametrize("state", [HandoffState.FINISHED, HandoffState.CANCELLED])
 def test_an_end_without_an_error_is_released_by_its_name(state: HandoffState) -> None:
     """There is no better reason."""
-    _, effects = adopted(state)
+    _, effects = adopting(state)
     assert {release.message.reason for release in of(effects, fx.AskRelease)} == {str(state)}
 
 

@@ -97,6 +97,7 @@ def test_a_command_raises_the_fence_and_a_question_does_not() -> None:
     assert table.admits_fence(3)
     assert not table.admits_fence(2)
     assert (table.is_deposed(2), table.is_deposed(3), table.is_deposed(4)) == (True, False, False)
+    assert (table.is_news(2), table.is_news(3), table.is_news(4)) == (False, False, True)
     assert table.admits_fence(3)
 
 

@@ -39,6 +39,11 @@ def refuse_command(command: Command, *, incarnation: str, table: HandoffTable) -
     return None
 
 
+def same_work(one: NewWork, other: NewWork) -> bool:
+    """Whether both ask for the same: the later one may be another broker's, and has less time."""
+    return msgspec.structs.replace(one, fence=other.fence, timeout_ms=other.timeout_ms) == other
+
+
 def refuse_new(command: NewWork, num_tokens: int, room: Room) -> ErrorInfo | None:
     """Why new work of `num_tokens` cannot be taken."""
     if command.num_delivered_tokens > command.num_prompt_tokens:

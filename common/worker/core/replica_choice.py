@@ -23,9 +23,14 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens_left: int
     num_kept_blocks: int = 0
 
+    @property
+    def num_usable_blocks(self) -> int:
+        """Free blocks that a new sequence could have now."""
+        return self.num_free_blocks - self.num_kept_blocks
+
     def has_room(self, num_blocks: int) -> bool:
         """Whether a sequence of so many blocks would get its memory now."""
-        return num_blocks <= self.num_free_blocks - self.num_kept_blocks and self.num_free_slots > 0
+        return num_blocks <= self.num_usable_blocks and self.num_free_slots > 0
 
     @property
     def used(self) -> int:

@@ -72,6 +72,10 @@ class HandoffTable:
         """Whether a higher fence has been seen. Unlike a command, a question raises none: it is no proof of leadership."""
         return fence < self._highest_fence
 
+    def is_news(self, fence: int) -> bool:
+        """Whether no fence as high has been seen: a command that bears it would depose whoever leads."""
+        return fence > self._highest_fence
+
     def admits_fence(self, fence: int) -> bool:
         """Whether a command of this fence may be obeyed; a lower one than the highest seen comes from a deposed broker."""
         self._highest_fence = max(self._highest_fence, fence)

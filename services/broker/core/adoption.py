@@ -11,7 +11,6 @@ import msgspec
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
 from contracts.handoff import HandoffRecord, HandoffState, Reserved
-from contracts.requests import MixedRoute
 from contracts.workers import WorkerRole
 from services.broker.core import messages
 from services.broker.core.effects import AskPlan, CheckParts
@@ -23,7 +22,11 @@ _KNOWS_NOTHING = frozenset({ErrorCode.UNKNOWN_HANDOFF, ErrorCode.WORKER_LOST})
 
 
 def adopted(event: Adopted, policy: Policy) -> Turn:
-    """The first step. A handoff that has ended is told again to all whom it concerns, but not to people."""
+    """The first step. A handoff that has ended is told again to all whom it concerns, but not to people.
+
+    Workers are asked once the bucket holds this term: until then whoever led may still write, and what workers refuse may be
+    true of what it asked for.
+    """
     record = msgspec.structs.replace(event.record, fence=policy.fence)
     handoff = Handoff(
         policy=policy,
@@ -34,6 +37,7 @@ def adopted(event: Adopted, policy: Policy) -> Turn:
         revision=event.revision,
         submit_answered=True,
         adopted=True,
+        resumed=False,
         num_locks=0 if record.lock is None else record.lock.number,
     )
     turn = Turn(handoff, event.at_ns)
@@ -43,35 +47,51 @@ def adopted(event: Adopted, policy: Policy) -> Turn:
         turn.part()
         return turn
     turn.publish(EventName.HANDOFF_ADOPTED)
-    match record.state:
+    early = record.state in {HandoffState.RESERVING, HandoffState.PREFILLING}
+    turn.set(may_be_over=early and turn.is_mixed)
+    _believe(turn)
+    if messages.for_bucket(record) == event.record:  # it is of this very term
+        resume(turn)
+    return turn
+
+
+def resume(turn: Turn) -> None:
+    """The bucket holds this term: ask the workers for what the broker before had asked them for. Once."""
+    handoff = turn.handoff
+    if handoff.resumed or not turn.open:
+        return
+    turn.set(resumed=True)
+    match turn.state:
         case HandoffState.RESERVING | HandoffState.PREFILLING:
-            if isinstance(record.route, MixedRoute):
-                turn.set(may_be_over=True)
+            if turn.is_mixed:
                 turn.ask_run(WorkerRole.MIXED)
             else:
-                turn.effects.append(AskPlan(route=record.route))
+                turn.effects.append(AskPlan(route=handoff.record.route))
+        case HandoffState.COMMITTED if handoff.digests_awaited:
+            turn.ask_parts(WorkerRole.PREFILL)
+        case HandoffState.COMMITTED if not handoff.record.verify:
+            turn.ask_commit()
         case _:
-            _behind_the_commit(turn)
-    return turn
+            pass  # it decodes
 
 
 def obey(turn: Turn, found: HandoffRecord, revision: int) -> None:
     """The broker before was not quite gone: it committed after its record was read. Go on from what it wrote last."""
     record = msgspec.structs.replace(found, fence=turn.handoff.policy.fence)
-    turn.set(record=record, stored=found, revision=revision, writing=None, ledger=None, finished=None)
+    turn.set(record=record, stored=found, revision=revision, writing=None, ledger=None, finished=None, resumed=False)
     if turn.open:
-        _behind_the_commit(turn)
+        _believe(turn)
 
 
-def _behind_the_commit(turn: Turn) -> None:
+def _believe(turn: Turn) -> None:
+    """What a record says of what lies behind it."""
     match turn.state:
-        case HandoffState.COMMITTED if turn.handoff.record.verify:
-            turn.set(commit_asked=True, digests_awaited=True)
-            turn.ask_parts(WorkerRole.PREFILL)
         case HandoffState.COMMITTED:
-            turn.ask_commit()
-        case _:
+            turn.set(commit_asked=True, digests_awaited=turn.handoff.record.verify)
+        case HandoffState.DECODING:
             turn.set(run_accepted=True, commit_asked=True, commit_accepted=True, taken_over=True)
+        case _:
+            pass
 
 
 def plan_found(turn: Turn, event: PlanFound) -> None:

@@ -41,8 +41,9 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     compare-and-set under way. COMMITTED and the terminal states enter `record` only after the bucket has taken them (at
     the deadline: whatever the bucket does); the others are written behind. A `verdict` waits for its compare-and-set.
     `told` are the workers that may hold something, `settled` those that hold nothing any more. An `adopted` one was begun by
-    another broker: what that one was told is asked for again; a mixed worker that is asked to run once more `may_be_over` with it,
-    and its word of that is under way. `num_locks` counts how often the request's lock was taken.
+    another broker: it is `resumed` once the bucket holds this term, and what that one was told is asked for again; a mixed worker
+    that is asked to run once more `may_be_over` with it, and its word of that is under way. `num_locks` counts how often the
+    request's lock was taken.
     """
 
     policy: Policy
@@ -59,6 +60,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     ledger: Ledger | None = None
     finished: PrefillFinished | None = None
     adopted: bool = False
+    resumed: bool = True
     may_be_over: bool = False
     num_locks: int = 0
     lock_taken_ns: int = 0

@@ -58,6 +58,11 @@ class Turn:
         """Whether the handoff has neither ended nor been judged."""
         return not self.handoff.terminal and self.handoff.verdict is None
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether one worker does everything."""
+        return isinstance(self.handoff.record.route, MixedRoute)
+
     def set(self, **changes: Any) -> None:
         """Change fields of the handoff."""
         self.handoff = msgspec.structs.replace(self.handoff, **changes)
@@ -88,7 +93,7 @@ class Turn:
         self.publish(EventName.REQUEST_SUBMITTED, num_tokens=self.handoff.record.num_prompt_tokens)
         if not self.open:
             return
-        if isinstance(self.handoff.record.route, MixedRoute):
+        if self.is_mixed:
             self.ask_run(WorkerRole.MIXED)
             return
         self.tell(WorkerRole.DECODE)

@@ -62,6 +62,7 @@ def stored(turn: Turn, write: int, revision: int) -> None:
         turn.ask_commit()
     elif record.state.terminal and not turn.handoff.terminal:
         turn.conclude(record)
+    adoption.resume(turn)
 
 
 def conflicted(turn: Turn, write: int, found: HandoffRecord | None, revision: int) -> None:
@@ -106,6 +107,7 @@ def unwritten(turn: Turn, write: int, error: ErrorInfo) -> None:
         turn.conclude(record)
     elif record.state is HandoffState.COMMITTED and turn.state is HandoffState.PREFILLING:
         turn.fail(error)
+    adoption.resume(turn)
 
 
 def _yield_to(turn: Turn, found: HandoffRecord) -> None:
