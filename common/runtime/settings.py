@@ -1,8 +1,9 @@
-"""Settings: read once at the start, from five places, into one frozen struct a service.
+"""Settings: read once at the start, from six places, into one frozen struct a service.
 
 Precedence, highest first: SPEC (`tp=2,block_size=16`), `--set key=value` (`--set role.key=value` for one role only),
-`PD_KEY` variables (`PD_ROLE__KEY` for one role only), the JSON config file (`{"key": ..., "role": {"key": ...}}`),
-the struct's defaults. Within one place, what is addressed to one role wins over what is addressed to all.
+`PD_KEY` variables (`PD_ROLE__KEY` for one role only), the JSON config file (`{"key": ..., "role": {"key": ...}}`), a preset of the
+same form that whoever reads the settings brings, the struct's defaults. Within one place, what is addressed to one role wins over what
+is addressed to all.
 
 A service declares a frozen `msgspec.Struct`; types and `msgspec.Meta` constraints are the rules. All bad values and
 unknown keys are reported together. This is the only module that reads the environment.
@@ -119,8 +120,9 @@ def load(
     origins: Mapping[str, str] | None = None,
     rules: Callable[[T], Sequence[SettingsProblem]] | None = None,
     misplaced: Misplaced | None = None,
+    preset: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Loaded[T]:
-    """Read the settings of one service.
+    """Read the settings of one service. `preset` is a name with what a config file of that content would say.
 
     `overrides` are the texts of `--set`; `origins` names another source for those among them that came from elsewhere
     (`{"router.port=80": "--port"}`). `environ` is the process's own environment unless given. Keys in `also_known`
@@ -131,6 +133,8 @@ def load(
     """
     environ = environment() if environ is None else environ
     reader = _Reader(struct, role, also_known, misplaced)
+    if preset is not None:
+        reader.read_content(preset[1], f"preset {preset[0]}")
     reader.read_config(config_file or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None))
     reader.read_environment(environ)
     reader.read_overrides(overrides, origins or {})
@@ -232,12 +236,16 @@ class _Reader:
         if not isinstance(content, dict):
             self._problem("config file", str(path), "a JSON object")
             return
+        self.read_content(content, str(path))
+
+    def read_content(self, content: Mapping[str, Any], place: str) -> None:
+        """Read what a JSON object holds; `place` is where it stands."""
         sections = {key: value for key, value in content.items() if key in ROLES and isinstance(value, dict)}
         for key, value in content.items():
             if key not in sections:
-                self._take(key, value, source=str(path), label=f"{path}: {key}", text=False, shared=True)
+                self._take(key, value, source=place, label=f"{place}: {key}", text=False, shared=True)
         for key, value in sections.get(self._role, {}).items():
-            self._take(key, value, source=str(path), label=f"{path}: {self._role}.{key}", text=False, shared=False)
+            self._take(key, value, source=place, label=f"{place}: {self._role}.{key}", text=False, shared=False)
 
     def read_environment(self, environ: Mapping[str, str]) -> None:
         own: list[tuple[str, str, str]] = []

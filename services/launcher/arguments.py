@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.runtime.settings import ROLES
+from services.launcher.core.presets import PRESETS
 from services.launcher.plan import WORKER_ROLES, MeshRequest
 
 _CHECKOUT: Final = Path(__file__).resolve().parents[2]
@@ -79,17 +80,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def mesh_request(arguments: argparse.Namespace) -> MeshRequest:
-    """What `up` or `demo` was asked for. The demo fills in the shipped checkpoint and its two workers."""
+    """What `up` or `demo` was asked for. The demo fills in the shipped checkpoint, and its two workers unless a preset names some."""
     model, workers = arguments.model, tuple(arguments.workers or ())
+    preset = None if arguments.preset is None else PRESETS[arguments.preset]
     if arguments.command == "demo":
         model = model or str(SHIPPED_MODEL)
-        workers = workers or _DEMO_WORKERS
+        workers = workers or (() if preset else _DEMO_WORKERS)
     return MeshRequest(
         model=model,
         workers=workers,
         port=arguments.port,
         overrides=tuple(arguments.overrides),
         config_file=arguments.config,
+        preset=preset,
         # A demo that goes on after a death would hide what it is to show.
         restart=arguments.command != "demo" and not arguments.no_restart,
     )
@@ -132,6 +135,13 @@ def _add_mesh(command: argparse.ArgumentParser) -> None:
     for role in WORKER_ROLES:
         help_text = _SPEC_HELP.format(role=role)
         command.add_argument(f"--{role}", nargs="?", action=_Worker, dest="workers", metavar="SPEC", help=help_text)
+    presets = "; ".join(f"{each.name}: {each.text}" for each in PRESETS.values())
+    command.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        metavar="NAME",
+        help=f"workers and settings that have a name; what is given beside it wins. {presets}",
+    )
     command.add_argument("--port", type=int, metavar="PORT", help="of the HTTP server (up: 8000; demo: a free one)")
     command.add_argument("--config", type=Path, metavar="FILE", help="settings as JSON")
     command.add_argument(

@@ -20,6 +20,7 @@ from common.worker.settings import WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from contracts.workers import WorkerRole
+from services.launcher.core.presets import Preset
 from services.launcher.settings import LauncherSettings, SettingsStructs
 
 T = TypeVar("T")
@@ -35,14 +36,22 @@ _SHARED_PLACES: Final = ("--", "PD_", "config file")
 
 
 class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person asked for, as text. `workers` holds (role, SPEC) in the order given."""
+    """What a person asked for, as text. `workers` holds (role, SPEC) in the order given; a preset adds those of roles that none is given of."""
 
     model: str | None
     workers: tuple[tuple[str, str], ...]
     port: int | None = None
     overrides: tuple[str, ...] = ()
     config_file: Path | None = None
+    preset: Preset | None = None
     restart: bool = True
+
+    @property
+    def all_workers(self) -> tuple[tuple[str, str], ...]:
+        """Those given, and those of the preset."""
+        given = {role for role, _ in self.workers}
+        named = () if self.preset is None else self.preset.roles
+        return (*self.workers, *((role, "") for role in named if role not in given))
 
 
 class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,7 +204,7 @@ class _Planner:
         """Name, role and SPEC of each worker; SPEC's `id` becomes its `worker_id`, else the role and a number do."""
         named: list[tuple[str, str, str]] = []
         counts: Counter[str] = Counter()
-        for role, spec in self._request.workers:
+        for role, spec in self._request.all_workers:
             values = dict(self._collect(partial(parse_spec, spec), place=f"--{role}") or {})
             if "id" in values and "worker_id" in values:
                 self._problem(f"--{role} id", values["id"], "either id or worker_id")
@@ -209,7 +218,7 @@ class _Planner:
         for name, count in Counter(name for name, _, _ in named).items():
             if count > 1:
                 self._problem("worker_id", name, f"ids differ; this one is given to {count} workers")
-        roles = {role for role, _ in self._request.workers}
+        roles = {role for role, _ in self._request.all_workers}
         if "mixed" not in roles and not {"prefill", "decode"} <= roles:
             shown = ", ".join(sorted(roles)) or "(none)"
             self._problem("workers", shown, "at least one --prefill and one --decode, or one --mixed")
@@ -230,6 +239,7 @@ class _Planner:
         return found
 
     def _load(self, role: str, name: str, spec: str = "") -> ServicePlan | None:
+        preset = self._request.preset
         loaded = self._collect(
             lambda: load(
                 self._structs[role],
@@ -240,6 +250,7 @@ class _Planner:
                 environ=self._environ,
                 also_known=self._known,
                 origins=self._origins,
+                preset=None if preset is None else (preset.name, preset.settings),
                 rules=partial(self._judge, name, WorkerRole(role)) if role in WORKER_ROLES else None,
                 misplaced=misplaced(WorkerRole(role)) if role in WORKER_ROLES else None,
             ),
