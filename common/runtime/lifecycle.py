@@ -214,12 +214,16 @@ def run_service(main: Callable[[Lifecycle], Awaitable[object]], *, log: Log, dra
 def _status_of(group: BaseExceptionGroup[BaseException], log: Log) -> int:
     """Log what ended the root group and say what the process exits with. Cancellation and exits are passed on."""
     status = EXIT_CLEAN
+    told: set[tuple[str, int]] = set()
     for error in _leaves(group):
         match error:
             case _Finished():
                 pass
             case ServiceEnded():
-                log.error("service_ended", reason=str(error), exit_status=error.status)
+                cause = str(error), error.status
+                if cause not in told:  # several tasks may notice the same thing before the first one ends them all
+                    log.error("service_ended", reason=str(error), exit_status=error.status)
+                told.add(cause)
                 status = status or error.status
             case SettingsError():
                 log.error("settings_refused", problems=[f"{p.key} = {p.value}: {p.rule}" for p in error.problems])

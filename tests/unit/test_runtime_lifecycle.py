@@ -154,6 +154,22 @@ def test_a_task_can_end_the_process_with_a_status_of_its_own() -> None:
     assert events == ["service_ready", "service_ended", "service_stopped"]
 
 
+def test_what_several_tasks_end_the_process_for_is_told_once() -> None:
+    """Several notice at the same moment that the lease has lapsed: that is one cause. Another cause is told, too."""
+
+    async def main(lifecycle: Lifecycle) -> None:
+        async def work(reason: str) -> None:
+            await asyncio.sleep(1.0)
+            raise ServiceEnded(reason, status=EXIT_LEASE_LAPSED)
+
+        for number, reason in enumerate(("planted", "planted", "another one")):
+            lifecycle.tasks.create_task(work(reason), name=f"work-{number}")
+
+    status, events = live(main)
+    assert status == EXIT_LEASE_LAPSED
+    assert events == ["service_ready", "service_ended", "service_ended", "service_stopped"]
+
+
 def test_a_drain_is_bounded_and_a_broken_step_does_not_stop_the_others() -> None:
     """A step that raises is logged and the next one runs; one that hangs is cut at the timeout; both mean status 1."""
     trace: list[str] = []
