@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from common.layout.ranges import RangeSet
-from contracts.handoff import Grant
+from contracts.handoff import GRANT_SECRET_BYTES, Grant
 from contracts.manifest import Namespace, Role
-from contracts.rank import BindSequence, PushOutcome, PushTarget
+from contracts.rank import BindSequence, PullShards, PushOutcome, PushTarget
 from contracts.requests import SamplingParams
 from tests.integration.cache_bytes import Gathered, Held, untouched
 from tests.integration.engine_session import EngineSession, decode_at, manifests_of
@@ -33,6 +34,8 @@ class Travelling:
     done: int = 0
     num_decoded: int = 0
     first_token: int | None = None
+    source: Grant | None = None
+    pulled: tuple[Role, ...] = ()
 
     @property
     def handoff_id(self) -> str:
@@ -65,8 +68,10 @@ class _Free:
 
 @dataclass(kw_only=True)
 class ByteSession(EngineSession):
-    """Some handoffs from `source` to `destination`, which must be linked. Leave with `end`."""
+    """Some handoffs from `source` to `destination`, which must be linked: both ways where something is pulled. Leave with `end`."""
 
+    num_decoded: int = NUM_DECODED
+    """Tokens that are reserved behind each prompt."""
     _travelling: list[Travelling] = field(default_factory=list)
     _done: dict[tuple[str, PartKey], RangeSet] = field(default_factory=dict)
     _here: _Free = field(init=False)
@@ -76,14 +81,17 @@ class ByteSession(EngineSession):
         super().__post_init__()
         self._here, self._there = _Free.shuffled(self.source, 1), _Free.shuffled(self.destination, 2)
 
-    async def reserve(self, prompt: Sequence[int], num_cached_tokens: int = 0) -> Travelling:
+    async def reserve(
+        self, prompt: Sequence[int], num_cached_tokens: int = 0, *, pulled: tuple[Role, ...] = ()
+    ) -> Travelling:
         """Set memory aside for a prompt on both sides; the destination's caches are poison until something is pushed.
 
-        Of the first `num_cached_tokens` tokens the destination says that it has them; they are left out of what is compared.
+        Of the first `num_cached_tokens` tokens the destination says that it has them; they are left out of what is compared. Roles
+        in `pulled` are left to `pull`.
         """
         seq = len(self._travelling) + 1
         length = len(prompt)
-        ids, there = self._there.take(length + NUM_DECODED, length, num_cached_tokens)
+        ids, there = self._there.take(length + self.num_decoded, length, num_cached_tokens)
         own, here = self._here.take(length, length, num_cached_tokens)
         worker = self.destination
         grant = Grant(
@@ -93,12 +101,22 @@ class ByteSession(EngineSession):
             block_ids=ids,
             slot=there.slot,
         )
-        made = Travelling(seq=seq, prompt=tuple(prompt), here=here, there=there, grant=grant)
-        push_target = PushTarget(grant=grant, num_cached_tokens=num_cached_tokens)
-        sampling = SamplingParams(max_tokens=NUM_DECODED, seed=1, temperature=0.0, ignore_eos=True)
+        source = Grant(
+            worker_id=self.source.name,
+            incarnation=self.source.ref.incarnation,
+            generation=self.source.next_generation(),
+            block_ids=own,
+            slot=here.slot,
+            secret=secrets.token_hex(GRANT_SECRET_BYTES) if pulled else "",
+        )
+        made = Travelling(
+            seq=seq, prompt=tuple(prompt), here=here, there=there, grant=grant, source=source, pulled=pulled
+        )
+        push_target = PushTarget(grant=grant, num_cached_tokens=num_cached_tokens, pulled=pulled)
+        sampling = SamplingParams(max_tokens=self.num_decoded, seed=1, temperature=0.0, ignore_eos=True)
         for side, block_ids, slot, generation, push in (
             (worker, ids, there.slot, grant.generation, None),
-            (self.source, own, here.slot, self.source.next_generation(), push_target),
+            (self.source, own, here.slot, source.generation, push_target),
         ):
             await side.group.bind(
                 BindSequence(
@@ -110,6 +128,8 @@ class ByteSession(EngineSession):
                     num_prompt_tokens=length,
                     sampling=sampling,
                     push=push,
+                    secret="" if push is None else source.secret,
+                    staging_row=seq - 1 if pulled and push is None else None,
                 )
             )
         self._travelling.append(made)
@@ -120,7 +140,7 @@ class ByteSession(EngineSession):
         planned = self.source.plans[self.destination.name].parts
         owed: dict[tuple[str, PartKey], RangeSet] = {}
         for each in wanted:
-            for part in planned:
+            for part in (part for part in planned if part.role not in each.pulled):
                 key = (part.namespace, part.role, part.layer, part.src_rank, part.dst_rank)
                 owed[each.handoff_id, key] = owed_by(part, each.here.start, len(each.prompt))
         async with asyncio.timeout(DEADLINE_S):
@@ -131,6 +151,21 @@ class ByteSession(EngineSession):
                 held = self._done.get((push.handoff_id, part_key), RangeSet())
                 assert not held.overlaps(push.start, push.end)
                 self._done[push.handoff_id, part_key] = held.add(push.start, push.end)
+
+    async def pull(self, each: Travelling) -> None:
+        """Let the destination read what is not pushed of a sequence whose prompt is computed."""
+        assert each.source is not None
+        command = PullShards(
+            seq=each.seq,
+            lock=1,
+            source=each.source,
+            roles=each.pulled,
+            num_cached_tokens=each.there.start,
+            parallel=True,
+            timeout_ms=60_000,
+        )
+        result = await self.destination.group.pull(command, lambda _: None)
+        assert result.error is None, result.error
 
     async def decode(self, each: Travelling, count: int) -> tuple[int, ...]:
         """Take a sequence over: `count` tokens after the one that prefill has chosen."""

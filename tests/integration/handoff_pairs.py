@@ -22,7 +22,7 @@ from common.layout.ranges import RangeSet
 from common.runtime.clock import Clock, SystemClock
 from contracts.handoff import GRANT_SECRET_BYTES, Grant
 from contracts.manifest import Namespace, PlannedPart, Role
-from contracts.rank import BindSequence, PushOutcome, PushTarget, StartRank, StepItem, StepPlan
+from contracts.rank import BindSequence, DrafterKind, PushOutcome, PushTarget, StartRank, StepItem, StepPlan
 from contracts.requests import SamplingParams, WorkerRef
 from contracts.workers import WorkerDescription
 from tests.integration.cache_bytes import Memories
@@ -95,6 +95,9 @@ async def start_worker(
     dtype: str = "float32",
     num_staging_rows: int = 0,
     failpoints: str = "",
+    drafter: DrafterKind = DrafterKind.NONE,
+    num_speculative_tokens: int = 0,
+    mtp_draft_body_tp1: bool = False,
     open_plane: Callable[[StartRank, Clock], DataPlane] = open_data_plane,
     launcher: Launcher | None = None,
 ) -> Worker:
@@ -133,6 +136,9 @@ async def start_worker(
             num_slots=NUM_SLOTS,
             num_staging_rows=num_staging_rows,
             failpoints=failpoints,
+            drafter=drafter,
+            num_speculative_tokens=num_speculative_tokens,
+            mtp_draft_body_tp1=mtp_draft_body_tp1,
             max_step_tokens=BUDGET,
             max_step_sequences=NUM_SLOTS,
             dtype=dtype,
@@ -206,9 +212,14 @@ async def hand_over(
 
 
 def owed_by(part: PlannedPart, start: int, end: int) -> RangeSet:
-    """What is to be reported of a part: its state, or a sequence's tokens `[start, end)`, counted by those that its destination keeps."""
-    if part.role in {Role.CONV, Role.SSM}:
+    """What is to be reported of a part: its slot, or a sequence's tokens `[start, end)`, counted by those that its destination keeps.
+
+    A draft's cache has no token 0.
+    """
+    if part.role not in {Role.KEY, Role.VALUE}:
         return RangeSet.of([(0, 1)])
+    if part.namespace is Namespace.DRAFT:
+        start = max(start, 1)
     kept = [token for token in range(end) if token // BLOCK_SIZE % part.modulus == part.residue]
     return RangeSet.of((place, place + 1) for place, token in enumerate(kept) if token >= start)
 

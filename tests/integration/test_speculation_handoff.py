@@ -1,0 +1,291 @@
+"""Drafts across a handoff: what the draft head keeps arrives byte for byte, and decode guesses as if it had computed the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from tokenizers import Tokenizer
+
+from common.engine.draft_handoff import DraftHandoff
+from common.layout.bind import TokenChunk
+from common.layout.part_copies import PartCopies
+from common.layout.run_batch import Placed
+from contracts.manifest import Namespace, Role
+from contracts.rank import BindSequence, DrafterKind, StepItem, StepPlan
+from contracts.requests import SamplingParams
+from tests.integration.byte_session import ByteSession, Travelling
+from tests.integration.cache_bytes import Memories, differing
+from tests.integration.handoff_pairs import BLOCK_SIZE, CHUNK, Worker, link, start_worker
+
+FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
+DEPTH = 3
+NUM_TOKENS = 24
+ROOM = NUM_TOKENS + 2 * DEPTH + 2
+STATES = (Role.CONV, Role.SSM)
+DECODE: dict[str, Any] = {"num_speculative_tokens": DEPTH, "num_staging_rows": 8}
+WORKERS: dict[str, dict[str, Any]] = {
+    "mixed": {"tp": 1, "num_speculative_tokens": DEPTH},
+    "p1": {"tp": 1},
+    "p2": {"tp": 2},
+    "p2-whole": {"tp": 2, "mtp_draft_body_tp1": True},
+    "d1": {"tp": 1, **DECODE},
+    "d2": {"tp": 2, **DECODE},
+    "d2-whole": {"tp": 2, **DECODE, "num_speculative_tokens": 1, "mtp_draft_body_tp1": True},
+    "d4-dcp2": {"tp": 4, "dcp": 2, **DECODE},
+}
+PAIRS = (("p2", "d1"), ("p1", "d2"), ("p2", "d4-dcp2"))
+BYTE_PAIRS = (*PAIRS, ("p2-whole", "d1"), ("p1", "d2-whole"), ("p2-whole", "d4-dcp2"), ("p2", "d2-whole"))
+WAYS = [(*pair, ()) for pair in BYTE_PAIRS]
+WAYS += [(*pair, roles) for pair in (("p2-whole", "d1"), ("p2", "d4-dcp2")) for roles in (STATES, tuple(Role))]
+LENGTHS = (1, 2, BLOCK_SIZE, BLOCK_SIZE + 1, 90, 300)
+TEXT = """\
+In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness was upon the face \
+of the deep. And the Spirit of God moved upon the face of the waters. And God said, Let there be light: and there was light. And \
+God saw the light, that it was good: and God divided the light from the darkness. And God called the light Day, and the darkness he \
+called Night. And the evening and the morning were the first day. """
+
+Steps = list[tuple[int, ...]]
+"""What a sequence got in each step: its first token, then one and as many guesses as were right."""
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def prompts() -> tuple[tuple[int, ...], ...]:
+    """The text from its beginning, as often as is needed: a draft head guesses better what has been said before."""
+    token_ids = Tokenizer.from_file(str(FOLDER / "tokenizer.json")).encode(3 * TEXT).ids
+    return tuple(tuple(token_ids[:size]) for size in LENGTHS)
+
+
+PROMPTS = prompts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Workers that keep a draft head, and what one that computes the prompts itself generates."""
+
+    workers: dict[str, Worker]
+    memories: Memories
+    mixed: list[Steps]
+
+    @asynccontextmanager
+    async def session(self, source: str, destination: str) -> AsyncIterator[ByteSession]:
+        """Handoffs between two of them."""
+        session = ByteSession(
+            source=self.workers[source],
+            destination=self.workers[destination],
+            memories=self.memories,
+            num_decoded=ROOM,
+        )
+        try:
+            yield session
+        finally:
+            await session.end()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    """The shipped checkpoint on workers of many cuts, each prefill worker linked with its decode workers both ways."""
+    torch.set_num_threads(1)
+    sockets = tmp_path_factory.mktemp("s")
+    memories = Memories()
+    workers: dict[str, Worker] = {}
+    try:
+        for name, how in WORKERS.items():
+            workers[name] = await start_worker(name, FOLDER, sockets, drafter=DrafterKind.MTP, memories=memories, **how)
+        for source, destination in BYTE_PAIRS:
+            here, there = workers[source], workers[destination]
+            await link(here, there)
+            await there.group.link_source(here.ref, here.describe())
+        yield World(workers=workers, memories=memories, mixed=await _alone(workers["mixed"]))
+    finally:
+        for worker in workers.values():
+            await worker.group.stop()
+
+
+async def _alone(worker: Worker) -> list[Steps]:
+    """What a worker makes of all prompts that it computes itself, side by side."""
+    sampling = SamplingParams(max_tokens=ROOM, seed=1, temperature=0.0, ignore_eos=True)
+    first_block = 0
+    for seq, prompt in enumerate(PROMPTS):
+        count = -(-(len(prompt) + ROOM) // BLOCK_SIZE)
+        await worker.group.bind(
+            BindSequence(
+                seq=seq,
+                handoff_id=f"h{seq}",
+                generation=worker.next_generation(),
+                block_ids=tuple(range(first_block, first_block + count)),
+                slot=seq,
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+            )
+        )
+        first_block += count
+    first: dict[int, int] = {}
+    for seq, prompt in enumerate(PROMPTS):
+        for start in range(0, len(prompt), CHUNK):
+            piece = prompt[start : start + CHUNK]
+            last = start + len(piece) == len(prompt)
+            item = StepItem(seq=seq, start=start, num_tokens=len(piece), token_ids=piece, sample=last, last_chunk=last)
+            first |= await worker.run([item])
+    items = [
+        StepItem(seq=seq, start=len(prompt), num_tokens=1 + DEPTH, sample=True) for seq, prompt in enumerate(PROMPTS)
+    ]
+    return [[(first[item.seq],), *steps] for item, steps in zip(items, await _go_on(worker, items), strict=True)]
+
+
+async def _go_on(worker: Worker, items: Sequence[StepItem]) -> list[Steps]:
+    """Decode as one batch from these items on, until each sequence has NUM_TOKENS more; each step asks for as many guesses as the first."""
+    found: dict[int, Steps] = {item.seq: [] for item in items}
+    going = list(items)
+    while going:
+        worker.step += 1
+        result = await worker.group.step(StepPlan(step=worker.step, items=tuple(going)))
+        tokens = {item.seq: tuple(token.token_id for token in result.tokens if token.seq == item.seq) for item in going}
+        for seq, some in tokens.items():
+            found[seq].append(some)
+        going = [
+            StepItem(seq=item.seq, start=item.start + len(tokens[item.seq]), num_tokens=item.num_tokens, sample=True)
+            for item in going
+            if sum(map(len, found[item.seq])) < NUM_TOKENS
+        ]
+    return [found[item.seq] for item in items]
+
+
+async def _handed_over(session: ByteSession, pulled: tuple[Role, ...] = ()) -> list[Travelling]:
+    """All prompts, one after the other; their caches have arrived."""
+    found = []
+    for prompt in PROMPTS:
+        each = await session.reserve(prompt, pulled=pulled)
+        await session.prefill(each)
+        await session.arrived(each)
+        if pulled:
+            await session.pull(each)
+        found.append(each)
+    return found
+
+
+async def _taken_over(
+    session: ByteSession, there: Iterable[Travelling], *, depth: int = DEPTH, **how: Any
+) -> list[Steps]:
+    """What the destination makes of what has arrived."""
+    items, first = [], []
+    for each in there:
+        assert each.first_token is not None
+        first.append((each.first_token,))
+        how = {"num_tokens": 1 + depth, "bootstrap": True, **how}
+        items.append(StepItem(seq=each.seq, start=len(each.prompt), token_ids=first[-1], sample=True, **how))
+    return [[token, *steps] for token, steps in zip(first, await _go_on(session.destination, items), strict=True)]
+
+
+def accepted(found: Sequence[Steps]) -> list[list[int]]:
+    """How many guesses were right in each step."""
+    return [[len(tokens) - 1 for tokens in steps] for steps in found]
+
+
+def tokens_of(found: Sequence[Steps]) -> list[list[int]]:
+    """The tokens that all are sure to have, step or no step."""
+    return [[token for step in steps for token in step][: NUM_TOKENS + 1] for steps in found]
+
+
+@pytest.mark.parametrize(("source", "destination", "pulled"), WAYS)
+async def test_the_draft_s_cache_arrives_byte_for_byte(
+    world: World, source: str, destination: str, pulled: tuple[Role, ...]
+) -> None:
+    """Prompts of one and two tokens, of a block and one more, and of three chunks, into poisoned memory; nothing else is written."""
+    async with world.session(source, destination) as session:
+        there = await _handed_over(session, pulled)
+        for each in there:
+            received = session.received(each)
+            assert differing(received, session.sent(each)) == []
+            drafts = {key.role: data for key, data in received.items() if key.namespace is Namespace.DRAFT}
+            assert set(drafts) == {Role.KEY, Role.VALUE, Role.BOOTSTRAP}
+            assert drafts[Role.KEY].shape[1] == len(each.prompt) - 1
+            assert drafts[Role.BOOTSTRAP].view(np.float32).any()
+        bootstraps = [session.received(each, (Role.BOOTSTRAP,)).popitem()[1].tobytes() for each in there]
+        assert len(set(bootstraps)) == len(there)
+        if not pulled:
+            assert session.nothing_else_written()
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "pulled"), [*((*pair, ()) for pair in PAIRS), ("p2", "d4-dcp2", tuple(Role))]
+)
+async def test_decode_guesses_as_if_it_had_computed_the_prompt(
+    world: World, source: str, destination: str, pulled: tuple[Role, ...]
+) -> None:
+    """The tokens of a mixed worker, in the same steps: from the first one on, as many guesses are right."""
+    async with world.session(source, destination) as session:
+        found = await _taken_over(session, await _handed_over(session, pulled))
+    assert accepted(found) == accepted(world.mixed)
+    assert found == world.mixed
+    assert any(counts[1] for counts in accepted(found))
+    assert sum(map(sum, accepted(found))) > 2 * NUM_TOKENS
+
+
+async def test_a_decode_worker_may_guess_less_than_another(world: World) -> None:
+    """One that guesses a token at a time goes on from the same cache: the same tokens, one or two a step."""
+    async with world.session("p1", "d2-whole") as session:
+        found = await _taken_over(session, await _handed_over(session), depth=1)
+    assert tokens_of(found) == tokens_of(world.mixed)
+    assert {count for counts in accepted(found) for count in counts} == {0, 1}
+
+
+async def test_without_its_draft_s_cache_a_sequence_gets_no_guesses(world: World) -> None:
+    """Nothing says that the draft's cache has come: the same tokens, one a step, though each step asks for guesses."""
+    async with world.session("p2", "d1") as session:
+        there = (await _handed_over(session))[-2:]
+        items = [
+            StepItem(
+                seq=each.seq, start=len(each.prompt), num_tokens=1, token_ids=(each.first_token or 0,), sample=True
+            )
+            for each in there
+        ]
+        second = await session.destination.run(items)
+        behind = [StepItem(seq=item.seq, start=item.start + 1, num_tokens=1 + DEPTH, sample=True) for item in items]
+        found = await _go_on(session.destination, behind)
+    assert {count for counts in accepted(found) for count in counts} == {0}
+    wanted = tokens_of(world.mixed)[-2:]
+    for each, steps, tokens in zip(there, found, wanted, strict=True):
+        assert [each.first_token, second[each.seq], *(token for (token,) in steps)][: len(tokens)] == tokens
+
+
+async def test_the_bootstrap_of_another_slot_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: the tokens stay right, and other guesses are."""
+    take = DraftHandoff.take
+
+    def of_another(self: DraftHandoff, binding: BindSequence, item: StepItem) -> Any:
+        others = [slot for slot, state in enumerate(self._bootstrap) if state.any() and slot != binding.slot]
+        self._bootstrap[binding.slot] = self._bootstrap[others[0]]
+        return take(self, binding, item)
+
+    monkeypatch.setattr(DraftHandoff, "take", of_another)
+    async with world.session("p1", "d2") as session:
+        found = await _taken_over(session, await _handed_over(session))
+    assert accepted(found) != accepted(world.mixed)
+    assert tokens_of(found) == tokens_of(world.mixed)
+
+
+async def test_a_draft_s_cache_that_is_shifted_by_one_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: each pair arrives one place too late; the tokens stay right, and other guesses are."""
+    place_tokens = PartCopies.place_tokens
+
+    def shifted(self: PartCopies, chunk: TokenChunk) -> list[Placed]:
+        found = place_tokens(self, chunk)
+        if self.part.namespace is not Namespace.DRAFT:
+            return found
+        by = self._places[0][0].token_bytes
+        return [Placed(each.pattern, each.local_base - by, each.remote_base) for each in found]
+
+    monkeypatch.setattr(PartCopies, "place_tokens", shifted)
+    async with world.session("p1", "d2") as session:
+        found = await _taken_over(session, await _handed_over(session))
+    assert accepted(found) != accepted(world.mixed)
+    assert tokens_of(found) == tokens_of(world.mixed)
