@@ -17,6 +17,9 @@ from common.runtime.clock import Clock
 STORE_TIMEOUT_S: Final = 5.0
 """How long a caller waits for the store."""
 
+_MAX_WANTED: Final = 4096
+"""Subjects whose receivers are remembered."""
+
 T = TypeVar("T")
 
 
@@ -47,6 +50,7 @@ class MemoryBroker:
         self._life = 0
         self._connections: dict[Bus, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._interests: list[Interest] = []
+        self._wanted: dict[str, list[Interest]] = {}
         self._inboxes: dict[str, asyncio.Future[Any]] = {}
         self._hoping: dict[asyncio.Future[Any], Bus] = {}
         self._turns: dict[str, int] = {}
@@ -97,6 +101,7 @@ class MemoryBroker:
         """Forget a connection that was closed, and all that it wanted; its calls in flight fail."""
         del self._connections[bus]
         self._interests = [each for each in self._interests if each.bus is not bus]
+        self._wanted.clear()
         for future in [future for future, whose in self._hoping.items() if whose is bus]:
             _break(future)
 
@@ -113,11 +118,13 @@ class MemoryBroker:
     def add(self, interest: Interest) -> None:
         """Register who wants what."""
         self._interests.append(interest)
+        self._wanted.clear()
 
     def remove(self, interest: Interest) -> None:
         """Forget it. Twice is fine."""
         if interest in self._interests:
             self._interests.remove(interest)
+            self._wanted.clear()
 
     # Calls to the store.
 
@@ -182,10 +189,9 @@ class MemoryBroker:
             return 1
         chosen: list[Interest] = []
         groups: dict[str, list[Interest]] = {}
-        for interest in self._interests:
-            if matches(interest.pattern, message.subject):
-                members = groups.setdefault(interest.queue_group, []) if interest.queue_group else chosen
-                members.append(interest)
+        for interest in self._interested(message.subject):
+            members = groups.setdefault(interest.queue_group, []) if interest.queue_group else chosen
+            members.append(interest)
         for group, members in groups.items():
             self._turns[group] = self._turns.get(group, -1) + 1
             chosen.append(members[self._turns[group] % len(members)])
@@ -193,6 +199,16 @@ class MemoryBroker:
             copy = Message(message.subject, message.data, message.headers, message.reply, interest.bus)
             self._deliver(copy, interest.queue.offer)
         return len(chosen)
+
+    def _interested(self, subject: str) -> list[Interest]:
+        """Who wants what comes on a subject, in the order in which they came; looked up once, as long as nobody comes or goes."""
+        found = self._wanted.get(subject)
+        if found is None:
+            if len(self._wanted) >= _MAX_WANTED:
+                self._wanted.clear()
+            found = [each for each in self._interests if matches(each.pattern, subject)]
+            self._wanted[subject] = found
+        return found
 
     def _deliver(self, message: Message, receive: Callable[[Message], object]) -> None:
         """Every delivery passes here: the one place where messages meet faults."""

@@ -95,8 +95,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()  # noqa: SLF001 - asyncio's own
+            if not handle._cancelled:  # noqa: SLF001 - asyncio's own
+                self._run(handle)
+
+    def _run(self, handle: asyncio.Handle) -> None:
+        """Run one callback."""
+        handle._run()  # noqa: SLF001 - asyncio's own
 
 
 class VirtualClock:
