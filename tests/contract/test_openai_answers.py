@@ -89,6 +89,20 @@ def test_token_ids_are_there_when_asked_for_and_else_absent(chat: bool) -> None:
             assert answer["choices"][0].get("token_ids") == ([1, 2] if wanted else None)
 
 
+def test_a_chunk_of_several_tokens_says_so_and_is_read_all_the_same() -> None:
+    """The official client keeps the number as a field that it does not know; a chunk of one token and a whole answer have none."""
+    piece, one = ChoicePiece(0, "abc", (1, 2, 3), None), ChoicePiece(0, "a", (1,), None)
+    completion = official.Completion.model_validate_json(parsed(writer(chat=False).chunk(piece)))
+    chat = official_chat.ChatCompletionChunk.model_validate_json(parsed(writer(chat=True).chunk(piece)))
+    for choice in (completion.choices[0], chat.choices[0]):
+        assert choice.model_extra is not None
+        assert choice.model_extra["num_tokens"] == 3
+    for is_chat in (False, True):
+        make = writer(chat=is_chat)
+        for answer in (json.loads(parsed(make.chunk(one))), json.loads(make.whole([piece], USAGE))):
+            assert "num_tokens" not in answer["choices"][0]
+
+
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_error_has_the_known_form(code: ErrorCode) -> None:
     """Message, type, param and code; the type says whose fault it is."""

@@ -82,7 +82,7 @@ async def test_a_stream_ends_with_done_and_says_no_more_than_was_asked(tmp_path:
 
 
 async def test_continuous_usage_stands_on_every_chunk(tmp_path: Path) -> None:
-    """Each chunk tells the tokens up to it."""
+    """Each chunk tells the tokens up to it, and how many are its own where these are more than one."""
     async with router_world(tmp_path) as world:
         *chunks, _ = await world.events(
             "/v1/completions",
@@ -90,6 +90,7 @@ async def test_continuous_usage_stands_on_every_chunk(tmp_path: Path) -> None:
         )
         total = len(world.mesh.answer)
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, total]
+        assert [chunk["choices"][0].get("num_tokens") for chunk in chunks] == [None, total - 1]
         assert all(chunk["choices"] for chunk in chunks)
 
 

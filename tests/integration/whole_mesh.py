@@ -154,6 +154,8 @@ class Mesh:
                 num_blocks=settings.num_blocks,
                 num_slots=settings.num_slots,
                 num_staging_rows=settings.staging_rows_of(kind.role),
+                drafter=settings.drafter_of(kind.role),
+                num_speculative_tokens=settings.depth_of(kind.role),
                 step_s=0.002,
             )
             for dp_rank in range(dp)

@@ -171,6 +171,8 @@ class Mesh:
                 num_blocks=settings.num_blocks,
                 num_slots=settings.num_slots,
                 num_staging_rows=settings.staging_rows_of(kind.role),
+                drafter=settings.drafter_of(kind.role),
+                num_speculative_tokens=settings.depth_of(kind.role),
                 step_s=0.002,
             )
             for dp_rank in range(settings.dp)
@@ -276,8 +278,10 @@ class Mesh:
         )
         return await self.ask("decode", "decode-0", WorkerVerb.PULL, msgspec.structs.replace(message, **changes))
 
-    async def commit(self, first_token: int, handoff: str = HANDOFF, digests: tuple[PartDigest, ...] = ()) -> Any:
-        """Commit as the broker does."""
+    async def commit(
+        self, first_token: int, handoff: str = HANDOFF, digests: tuple[PartDigest, ...] = (), *, drafts: bool = False
+    ) -> Any:
+        """Commit as the broker does; with `drafts` the draft's cache has come too."""
         message = CommitHandoff(
             handoff_id=handoff,
             incarnation="i-decode-0",
@@ -286,6 +290,7 @@ class Mesh:
             num_cached_tokens=0,
             timeout_ms=60_000,
             digests=digests,
+            drafts=drafts,
         )
         return await self.ask("decode", "decode-0", WorkerVerb.COMMIT, message)
 
