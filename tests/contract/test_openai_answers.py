@@ -91,7 +91,7 @@ def test_token_ids_are_there_when_asked_for_and_else_absent(chat: bool) -> None:
 
 def test_a_chunk_of_several_tokens_says_so_and_is_read_all_the_same() -> None:
     """The official client keeps the number as a field that it does not know; a chunk of one token and a whole answer have none."""
-    piece, one = ChoicePiece(0, "abc", (1, 2, 3), None), ChoicePiece(0, "a", (1,), None)
+    piece, one = ChoicePiece(0, "abc", (1, 2, 3), "stop"), ChoicePiece(0, "a", (1,), None)
     completion = official.Completion.model_validate_json(parsed(writer(chat=False).chunk(piece)))
     chat = official_chat.ChatCompletionChunk.model_validate_json(parsed(writer(chat=True).chunk(piece)))
     for choice in (completion.choices[0], chat.choices[0]):
