@@ -208,6 +208,12 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         messages=(links.LinkEvent,),
     ),
     Operation(
+        name="show_setting_event",
+        row="inspection of settings",
+        senders=_WORKERS,
+        messages=(workers.SettingEvent,),
+    ),
+    Operation(
         name="keep_worker",
         row="workers",
         senders=_WORKERS,
@@ -243,7 +249,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         name="keep_lease",
         row="who leads",
         senders=_BROKER,
-        receivers=_BROKER,
+        receivers=(*_BROKER, *_WORKERS),
         messages=(leases.LeaseValue,),
         key="broker.{partition}",
     ),

@@ -70,6 +70,7 @@ TABLE: Final[tuple[SubjectRow, ...]] = (
     SubjectRow("cancel", f"{PREFIX}.cancel.{{worker}}.{{request}}", "core publish, repeated"),
     SubjectRow("inspection", f"{PREFIX}.ev.{{service}}.{{handoff}}.{{event}}", f"JetStream {EVENTS_STREAM}"),
     SubjectRow("inspection of links", f"{PREFIX}.ev.{{service}}.{{link}}.{{event}}", f"JetStream {EVENTS_STREAM}"),
+    SubjectRow("inspection of settings", f"{PREFIX}.ev.{{service}}.{{worker}}.{{event}}", f"JetStream {EVENTS_STREAM}"),
     SubjectRow("workers", WORKERS_BUCKET, "KV, one key a worker"),
     SubjectRow("routers", ROUTERS_BUCKET, "KV, one key a router"),
     SubjectRow("links", LINKS_BUCKET, "KV, one key a pair: {prefill}.{decode}"),
@@ -157,6 +158,11 @@ def link_id(prefill: str, decode: str) -> str:
 def link_event(service: str, prefill: str, decode: str, name: str) -> str:
     """Subject of one event of one link."""
     return f"{PREFIX}.ev.{check_token('service', service)}.{link_id(prefill, decode)}.{name}"
+
+
+def setting_event(service: str, worker: str, name: str) -> str:
+    """Subject of one event of one worker's settings."""
+    return f"{PREFIX}.ev.{check_token('service', service)}.{check_token('worker_id', worker)}.{name}"
 
 
 def link_key(prefill: str, decode: str) -> str:

@@ -23,12 +23,21 @@ class WorkerRole(StrEnum):
     MIXED = "mixed"
 
 
+class SettingEventName(StrEnum):
+    """What happened to a setting, in the past tense; the last token of its subject."""
+
+    SETTING_CHANGED = "setting_changed"
+
+
 class WorkerState(StrEnum):
     """Whether a worker takes new requests."""
 
     READY = "ready"
     DRAINING = "draining"
 
+
+MAX_AUTHOR_CHARS: Final = 128
+"""How much of who asks for a change is kept."""
 
 MAX_REPLICAS: Final = 64
 """Replicas that one worker may have."""
@@ -123,10 +132,14 @@ class DescribeRefused(Versioned, frozen=True, kw_only=True, tag="describe_refuse
 
 
 class SetWorker(Versioned, frozen=True, kw_only=True, tag="set_worker"):
-    """An operator to a worker: change a setting that may change while it runs (verb `set`). `value` as on a command line."""
+    """An operator to a worker: change a setting that may change while it runs (verb `set`). `value` as on a command line.
+
+    `by` is who asks, by its own word.
+    """
 
     key: str
     value: str
+    by: Annotated[str, msgspec.Meta(max_length=MAX_AUTHOR_CHARS)] = ""
 
 
 class SettingChanged(Versioned, frozen=True, kw_only=True, tag="setting_changed"):
@@ -136,6 +149,24 @@ class SettingChanged(Versioned, frozen=True, kw_only=True, tag="setting_changed"
     key: str
     before: str
     value: str
+
+
+class SettingEvent(Versioned, frozen=True, kw_only=True, tag="setting_event", omit_defaults=True):
+    """A setting of a worker was changed while it ran, on `PD_EVENTS`. `at` and `at_ns` are as in `HandoffEvent`.
+
+    `by` is who asked for it, by its own word: nobody has checked it.
+    """
+
+    event: SettingEventName
+    service: str
+    instance: str
+    incarnation: Token
+    at: str
+    at_ns: int
+    key: str
+    before: str
+    value: str
+    by: str = ""
 
 
 class SetRefused(Versioned, frozen=True, kw_only=True, tag="set_refused"):

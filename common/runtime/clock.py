@@ -4,6 +4,7 @@ Only this module reads the system's clocks. Cores never do: they get time as a f
 """
 
 import asyncio
+import datetime as dt
 import time
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -47,6 +48,11 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         """See `Clock.sleep`."""
         await asyncio.sleep(seconds)
+
+
+def wall_text(clock: Clock) -> str:
+    """Now, for people: RFC 3339 in UTC, to the microsecond."""
+    return dt.datetime.fromtimestamp(clock.wall_time(), dt.UTC).isoformat(timespec="microseconds")
 
 
 @dataclass(frozen=True, slots=True)

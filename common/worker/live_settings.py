@@ -7,13 +7,16 @@ from typing import Any, Final, get_type_hints
 
 import msgspec
 
+from common.bus.port import Bus
+from common.runtime.clock import Clock, wall_text
 from common.runtime.lifecycle import Log
 from common.runtime.setting_values import read_text
 from common.runtime.settings import SettingsError, keys_of
 from common.worker.settings import WorkerSettings
-from contracts.codec import decode
+from contracts import subjects
+from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.workers import SetRefused, SettingChanged, SetWorker, WorkerRole
+from contracts.workers import SetRefused, SettingChanged, SettingEvent, SettingEventName, SetWorker, WorkerRole
 
 _LOG_LEVEL: Final = "log_level"
 _EVERYWHERE: Final = (_LOG_LEVEL,)
@@ -26,15 +29,28 @@ _OF_ROLE: Final[dict[WorkerRole, tuple[str, ...]]] = {
 
 
 class LiveSettings:
-    """The settings as they are now. Whoever obeys a live one reads it here each time."""
+    """The settings as they are now. Whoever obeys a live one reads it here each time. A change is an event and a line in the log."""
 
     def __init__(
-        self, settings: WorkerSettings, role: WorkerRole, log: Log, *, set_log_level: Callable[[str], None]
+        self,
+        settings: WorkerSettings,
+        role: WorkerRole,
+        incarnation: str,
+        *,
+        bus: Bus,
+        clock: Clock,
+        log: Log,
+        set_log_level: Callable[[str], None],
     ) -> None:
         self._now = settings
+        self._role = role
+        self._incarnation = incarnation
+        self._bus = bus
+        self._clock = clock
         self._keys = _OF_ROLE[role]
         self._log = log
         self._set_log_level = set_log_level
+        self._count = 0
 
     @property
     def now(self) -> WorkerSettings:
@@ -53,8 +69,29 @@ class LiveSettings:
         if asked.key == _LOG_LEVEL:
             self._set_log_level(self._now.log_level)
         told = [_shown(getattr(each, asked.key)) for each in (before, self._now)]
-        self._log.info("setting_changed", key=asked.key, before=told[0], value=told[1])
+        self._log.info("setting_changed", key=asked.key, before=told[0], value=told[1], by=asked.by)
+        self._publish(asked, before=told[0], value=told[1])
         return SettingChanged(worker_id=self._now.worker_id, key=asked.key, before=told[0], value=told[1])
+
+    def _publish(self, asked: SetWorker, *, before: str, value: str) -> None:
+        """Tell people. It never waits; an event that is dropped is counted by the bus."""
+        event = SettingEvent(
+            event=SettingEventName.SETTING_CHANGED,
+            service=self._role,
+            instance=self._now.worker_id,
+            incarnation=self._incarnation,
+            at=wall_text(self._clock),
+            at_ns=self._clock.monotonic_ns(),
+            key=asked.key,
+            before=before,
+            value=value,
+            by=asked.by,
+        )
+        self._count += 1
+        subject = subjects.setting_event(self._role, self._now.worker_id, event.event)
+        # A repeat is dropped by its id: two starts of one worker must not share any.
+        message_id = f"setting-{self._now.worker_id}-{self._incarnation}-{self._count}"
+        self._bus.publish_event(subject, encode(event), message_id=message_id)
 
     def _problem(self, asked: SetWorker) -> str | None:
         if asked.key not in self._keys:

@@ -137,7 +137,15 @@ class WorkerService(ABC):
             num_prefilled_tokens=lambda: self.work.num_prefilled_tokens,
         )
         self.routers = RouterWatch(parts.bus, parts.clock, parts.log, self.refusals, on_gone=self._router_gone)
-        self.live = LiveSettings(settings, self.role, parts.log, set_log_level=parts.set_log_level)
+        self.live = LiveSettings(
+            settings,
+            self.role,
+            parts.incarnation,
+            bus=parts.bus,
+            clock=parts.clock,
+            log=parts.log,
+            set_log_level=parts.set_log_level,
+        )
         self.draining = False
         self._deadlines: dict[str, Deadline] = {}
         self._idle = asyncio.Event()

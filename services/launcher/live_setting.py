@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import socket
 from typing import Final
 
 from common.bus.errors import BusError
@@ -12,7 +14,7 @@ from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from contracts.requests import Refused
 from contracts.subjects import WorkerVerb
-from contracts.workers import SetRefused, SettingChanged, SetWorker
+from contracts.workers import MAX_AUTHOR_CHARS, SetRefused, SettingChanged, SetWorker
 from services.launcher.console import Console
 from services.launcher.stream import read_links
 
@@ -39,7 +41,7 @@ async def change_setting(bus: Bus, worker_id: str, assignment: str, console: Con
         return EXIT_NOT_SET
     subject = subjects.worker_rpc(worker.role, worker_id, WorkerVerb.SET)
     try:
-        reply = await bus.request(subject, encode(SetWorker(key=key, value=value)), timeout=_ANSWER_S)
+        reply = await bus.request(subject, encode(SetWorker(key=key, value=value, by=_author())), timeout=_ANSWER_S)
     except BusError as error:
         console.say(
             f"{worker_id} did not answer within {_ANSWER_S:g} s ({error.code}): whether it was changed is not known"
@@ -54,3 +56,12 @@ async def change_setting(bus: Bus, worker_id: str, assignment: str, console: Con
         return EXIT_SET
     console.say(f"{worker_id} refused: {answer.error.message}")
     return EXIT_NOT_SET
+
+
+def _author() -> str:
+    """Who asks: for the event that tells of the change."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number that has no name
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"[:MAX_AUTHOR_CHARS]

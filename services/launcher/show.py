@@ -14,9 +14,10 @@ from contracts.errors import CodecError
 from contracts.events import HandoffEvent
 from contracts.links import LinkEvent
 from contracts.trace import trace_id_of
-from contracts.workers import WorkerRole
+from contracts.workers import SettingEvent, WorkerRole
 from services.launcher.console import Console
 from services.launcher.core.links import render_link_event, render_links
+from services.launcher.core.setting_event import render_setting_event
 from services.launcher.core.setting_table import render_settings
 from services.launcher.core.table import render, render_event
 from services.launcher.core.timeline import build, by_handoff
@@ -118,7 +119,13 @@ def _internal(name: str) -> str:
 
 
 def _render(event: MeshEvent) -> str:
-    return render_link_event(event) if isinstance(event, LinkEvent) else render_event(event)
+    match event:
+        case LinkEvent():
+            return render_link_event(event)
+        case SettingEvent():
+            return render_setting_event(event)
+        case HandoffEvent():
+            return render_event(event)
 
 
 def _read(message: Message) -> MeshEvent | None:

@@ -14,9 +14,9 @@ from contracts.errors import CodecError, InvalidValueError
 from contracts.events import HandoffEvent
 from contracts.ids import check_token, handoff_id
 from contracts.links import LinkEvent, LinkRecord
-from contracts.workers import WorkerRecord
+from contracts.workers import SettingEvent, WorkerRecord
 
-MeshEvent: TypeAlias = HandoffEvent | LinkEvent
+MeshEvent: TypeAlias = HandoffEvent | LinkEvent | SettingEvent
 T = TypeVar("T")
 
 _MAX_ATTEMPTS: Final = 16
@@ -82,7 +82,7 @@ async def read_links(bus: Bus) -> ToldLinks:
 
 def read_event(data: bytes) -> MeshEvent:
     """Decode one event. Raises `CodecError`."""
-    event: MeshEvent = decode(data, HandoffEvent | LinkEvent)  # type: ignore[arg-type]  # a union is not a type
+    event: MeshEvent = decode(data, HandoffEvent | LinkEvent | SettingEvent)  # type: ignore[arg-type]  # a union is not a type
     return event
 
 

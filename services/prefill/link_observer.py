@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable
 from functools import partial
 
 from common.bus.port import Bus
-from common.runtime.clock import Clock
+from common.runtime.clock import Clock, wall_text
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from contracts import subjects
@@ -80,8 +79,3 @@ class LinkObserver:
             rule=rule,
             reason=reason,
         )
-
-
-def wall_text(clock: Clock) -> str:
-    """Now, for people: RFC 3339 in UTC."""
-    return dt.datetime.fromtimestamp(clock.wall_time(), dt.UTC).isoformat(timespec="microseconds")

@@ -14,7 +14,7 @@ from common.bus.refusals import Refusals
 from common.bus.storage import WORKER_TTL_S, ttl_on
 from common.engine.port import EngineDeadError
 from common.layout.refusal import PlanRefusedError
-from common.runtime.clock import Clock, Deadline
+from common.runtime.clock import Clock, Deadline, wall_text
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.offload import Offload
@@ -46,7 +46,7 @@ from services.prefill.core.pair_events import (
     TryFailed,
 )
 from services.prefill.core.pair_step import step
-from services.prefill.link_observer import LinkObserver, wall_text
+from services.prefill.link_observer import LinkObserver
 from services.prefill.link_table import LinkTable
 from services.prefill.meeting import Meetings, MetPeer
 from services.prefill.reachability import knock

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from common.bus.storage import EVENTS_CONFIG
 from contracts.errors import ErrorCode
 from contracts.handoff import HandoffList, ListHandoffs, Reserved
 from contracts.requests import Refused
 from contracts.subjects import WorkerVerb
-from contracts.workers import SetRefused, SettingChanged, SetWorker, WorkerRole
+from contracts.workers import SetRefused, SettingChanged, SettingEvent, SetWorker, WorkerRole
 from services.decode.service import DecodeService
+from services.launcher.core.setting_event import render_setting_event
+from services.launcher.stream import read_all
 from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
 from tests.integration.worker_world import HANDOFF, Mesh, in_mesh, pair
@@ -23,9 +26,9 @@ KINDS: dict[WorkerRole, Any] = {
 }
 
 
-async def change(mesh: Mesh, role: str, key: str, value: str) -> Any:
+async def change(mesh: Mesh, role: str, key: str, value: str, by: str = "") -> Any:
     """Set one setting of the worker of a role."""
-    message = SetWorker(key=key, value=value)
+    message = SetWorker(key=key, value=value, by=by)
     return await mesh.ask(role, f"{role}-0", WorkerVerb.SET, message, SettingChanged | SetRefused | Refused)
 
 
@@ -38,6 +41,35 @@ def test_a_decode_worker_changes_how_it_pulls_while_it_runs() -> None:
             answer = await change(mesh, "decode", "parallel_shard_pull", value)
             assert answer == SettingChanged(worker_id="decode-0", key="parallel_shard_pull", before=before, value=after)
             assert service.live.now.parallel_shard_pull is (after == "1")
+
+    in_mesh(scenario)
+
+
+def test_a_change_is_an_event() -> None:
+    """Who asked, which worker, what it was and is; what is refused changes nothing, and is none."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await mesh.bus.ensure_stream(EVENTS_CONFIG)
+        service = await mesh.add(DecodeService, "decode-0")
+        await change(mesh, "decode", "parallel_shard_pull", "0", "somebody@somewhere")
+        assert isinstance(await change(mesh, "decode", "parallel_shard_pull", "perhaps"), SetRefused)
+        await change(mesh, "decode", "log_level", "debug")
+        assert await service.bus.flush_events()
+        told = await read_all(mesh.bus)
+        assert told.num_unreadable == 0
+        events = [event for event in told.all if isinstance(event, SettingEvent)]
+        assert [(event.key, event.before, event.value, event.by) for event in events] == [
+            ("parallel_shard_pull", "1", "0", "somebody@somewhere"),
+            ("log_level", "info", "debug", ""),
+        ]
+        assert {(event.service, event.instance, event.incarnation) for event in events} == {
+            ("decode", "decode-0", "i-decode-0")
+        }
+        line = render_setting_event(events[0])
+        assert line.endswith(
+            "  decode-0  setting_changed  parallel_shard_pull=0  before=1  by=somebody@somewhere",
+        )
+        assert render_setting_event(events[1]).endswith("  decode-0  setting_changed  log_level=debug  before=info")
 
     in_mesh(scenario)
 
