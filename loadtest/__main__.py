@@ -32,9 +32,11 @@ from loadtest.settings import (
     RecallSettings,
     Settings,
     ShardPullSettings,
+    SpeculateSettings,
     plain,
 )
 from loadtest.shard_pull import run_shard_pull
+from loadtest.speculate import run_speculate
 from services.launcher.console import Console
 
 EXIT_SETTINGS: Final = 2
@@ -49,6 +51,7 @@ _SETTINGS: Final[dict[str, Callable[..., Settings]]] = {
     "control": ControlSettings,
     "shard-pull": ShardPullSettings,
     "dcp": DcpSettings,
+    "speculate": SpeculateSettings,
 }
 
 
@@ -104,6 +107,8 @@ async def _run(settings: MeshSettings, report: Report, command: str, say: Say) -
                     await run_shard_pull(settings, report, clock, say)
                 case DcpSettings():
                     await run_dcp(settings, report, clock, say)
+                case SpeculateSettings():
+                    await run_speculate(settings, report, say)
                 case LoadSettings() if command == "contract":
                     await run_contract(settings, report, clock, say)
                 case LoadSettings():

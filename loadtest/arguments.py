@@ -52,6 +52,10 @@ def parser() -> argparse.ArgumentParser:
         "dcp", help="decode steps behind long contexts, memory and handoffs, with a KV head's blocks shared by ranks"
     )
     _add_dcp(dcp)
+    speculate = commands.add_parser(
+        "speculate", help="what guessed tokens gain at each depth, how often they are right, and what passes cost"
+    )
+    _add_speculate(speculate)
     return root
 
 
@@ -253,6 +257,28 @@ def _add_dcp(command: argparse.ArgumentParser) -> None:
     _seconds(command, "--time-limit", "time_limit_s", 1800.0)
 
 
+def _add_speculate(command: argparse.ArgumentParser) -> None:
+    _add_json(command)
+    command.add_argument("--model", metavar="DIR", type=Path, default=_SHIPPED_MODEL, help="the checkpoint")
+    command.add_argument(
+        "--depths",
+        type=_lengths,
+        default=(1, 2, 3, 5),
+        metavar="N,N",
+        help="guesses a step; none is always measured beside them (default: 1,2,3,5)",
+    )
+    command.add_argument(
+        "--batches", type=_lengths, default=(1, 8), metavar="N,N", help="sequences side by side (default: 1,8)"
+    )
+    command.add_argument(
+        "--temperatures", type=_numbers, default=(0.0, 0.8), metavar="T,T", help="0 is greedy (default: 0,0.8)"
+    )
+    _integer(command, "--output-tokens", "num_output_tokens", 96, "tokens of each answer")
+    _integer(command, "--passes", "num_passes", 10, "passes by themselves in each round and case")
+    _integer(command, "--rounds", "num_rounds", 5, "rounds; the depths take turns in each")
+    _seconds(command, "--time-limit", "time_limit_s", 1800.0)
+
+
 def _add_control(command: argparse.ArgumentParser) -> None:
     _add_json(command)
     command.add_argument(
@@ -318,6 +344,13 @@ def _lengths(text: str) -> tuple[int, ...]:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 64,1024") from None
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(each) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,0.8") from None
 
 
 def _size(text: str) -> int:

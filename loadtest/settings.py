@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from common.dataplane.failpoints import parse_failpoints
-from common.worker.settings import PulledRoles
+from common.worker.settings import MAX_SPECULATIVE_TOKENS, PulledRoles
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from loadtest.mesh import MeshSpec
@@ -17,6 +17,9 @@ from loadtest.recall import NUM_KEYS
 PD_MODE = "P/D"
 MEASURED_RANKS = (2, 4, 8)
 """How many ranks `dcp` can have: of its model each has a query head at least."""
+MAX_SPECULATE_BATCH = 8
+MAX_SPECULATE_TOKENS = 400
+MAX_TEMPERATURE = 2.0
 SHORT_MEMORY = ("router.request_timeout_s=15", "broker.keep_ended_s=10")
 """What is remembered on purpose of requests that are over is kept until their deadlines, and some time: with these settings it
 reaches its level while a mesh is warmed up, and does not pass for growth."""
@@ -347,8 +350,48 @@ class DcpSettings(msgspec.Struct, frozen=True, kw_only=True):
             check_above_zero(name, getattr(self, name))
 
 
+class SpeculateSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `speculate` is told: answers of `num_output_tokens` in each round, at each of `depths`, `batches` and `temperatures`."""
+
+    model: Path
+    depths: tuple[int, ...]
+    batches: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    num_output_tokens: int
+    num_passes: int
+    num_rounds: int
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidValueError` that names the first value that is not legal."""
+        check_model(self.model)
+        for name, most in (("depths", MAX_SPECULATIVE_TOKENS), ("batches", MAX_SPECULATE_BATCH)):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values) or not all(1 <= value <= most for value in values):
+                raise InvalidValueError(field=name, value=values, rule=f"one or more from 1 to {most}, each once")
+        if not self.temperatures or len(set(self.temperatures)) != len(self.temperatures):
+            raise InvalidValueError(field="temperatures", value=self.temperatures, rule="one or more, each once")
+        for temperature in self.temperatures:
+            if not 0 <= temperature <= MAX_TEMPERATURE:
+                rule = f"0 to {MAX_TEMPERATURE:g}"
+                raise InvalidValueError(field="temperatures", value=temperature, rule=rule)
+        if not MAX_SPECULATIVE_TOKENS < self.num_output_tokens <= MAX_SPECULATE_TOKENS:
+            rule = f"{MAX_SPECULATIVE_TOKENS + 1} to {MAX_SPECULATE_TOKENS}"
+            raise InvalidValueError(field="output_tokens", value=self.num_output_tokens, rule=rule)
+        for name in ("num_passes", "num_rounds"):
+            check_least(name.removeprefix("num_"), getattr(self, name), 1)
+        check_above_zero("time_limit_s", self.time_limit_s)
+
+
 MeshSettings: TypeAlias = (
-    LoadSettings | RecallSettings | OverlapSettings | MemorySettings | ControlSettings | ShardPullSettings | DcpSettings
+    LoadSettings
+    | RecallSettings
+    | OverlapSettings
+    | MemorySettings
+    | ControlSettings
+    | ShardPullSettings
+    | DcpSettings
+    | SpeculateSettings
 )
 """What a command is told that runs on an event loop."""
 Settings: TypeAlias = MeshSettings | DataPlaneSettings
