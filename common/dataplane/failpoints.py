@@ -14,9 +14,9 @@ Each is `action:key=value,...`. Actions:
 - link: transfers over a matching link (`source`, `destination`) take at least `ms` milliseconds, and their bytes go over it one after
   the other at `mbs` megabytes (10**6 bytes) a second; 0 or no `mbs` is no bound. A model of a slow network, for measurements.
 
-Keys narrow what matches; one that is left out matches everything: `namespace` (target, draft), `role` (key, value, conv, ssm),
-`layer`, `source` and `destination` (tensor-parallel ranks), `block` (the request's block index, counted from 0; needed by swap).
-A failpoint that names a block never matches CONV or SSM, which have none. Only the side that moves the bytes looks at failpoints: the
+Keys narrow what matches; one that is left out matches everything: `namespace` (target, draft), `role` (key, value, conv, ssm,
+bootstrap), `layer`, `source` and `destination` (tensor-parallel ranks), `block` (the request's block index, counted from 0; needed by swap).
+A failpoint that names a block never matches CONV, SSM or BOOTSTRAP, which have none. Only the side that moves the bytes looks at failpoints: the
 prefill worker that pushes, the decode worker that pulls. There a delay holds up the whole shard, and a state is dropped or zeroed
 before it is merged.
 """

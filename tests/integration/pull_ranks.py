@@ -43,6 +43,7 @@ class RanksMesh:
 
     mesh: Mesh
     parts: tuple[PlannedPart, ...]
+    has_drafts: bool = False
 
     async def compute(self, handoff: str, prompt: StoredPrompt, **changes: Any) -> tuple[Reserved, PrefillFinished]:
         """Reserve and compute one prompt; `changes` are those of the order to compute it."""
@@ -81,7 +82,8 @@ class RanksMesh:
     async def tokens(self, handoff: str, finished: PrefillFinished) -> list[int]:
         """Commit, and read the answer to its end."""
         assert finished.first_token is not None
-        assert await self.mesh.commit(finished.first_token, handoff, finished.digests) == Accepted(handoff_id=handoff)
+        told = await self.mesh.commit(finished.first_token, handoff, finished.digests, drafts=self.has_drafts)
+        assert told == Accepted(handoff_id=handoff)
         ids, _ = await self.mesh.text()
         assert isinstance(await self.mesh.heard.get(), TakenOver)
         assert isinstance(await self.mesh.heard.get(), RequestEnded)
@@ -104,9 +106,10 @@ async def ranks_mesh(
     transport: Transport = Transport.SHM,
     failpoints: str = "",
     cut: tuple[int, int] = (1, 1),
+    prefill: dict[str, Any] | None = None,
     **decode: Any,
 ) -> AsyncIterator[RanksMesh]:
-    """Start both; `decode` are settings of the decode worker, and so are the failpoints and the `cut`, its tp and dcp.
+    """Start both; `prefill` are settings of the prefill worker, `decode` of the other, and so are the failpoints and the `cut`, its tp and dcp.
 
     Everything has come back at the end.
     """
@@ -124,7 +127,7 @@ async def ranks_mesh(
                 num_blocks=128,
                 max_step_tokens=256,
                 transport=transport,
-                **(decode if role is WorkerRole.DECODE else {}),
+                **(decode if role is WorkerRole.DECODE else prefill or {}),
             )
             messages = starts(
                 SHIPPED,
@@ -137,10 +140,13 @@ async def ranks_mesh(
                 num_staging_rows=settings[role].staging_rows_of(role),
                 transport=transport,
                 failpoints=failpoints if role is WorkerRole.DECODE else "",
+                drafter=settings[role].drafter_of(role),
+                num_speculative_tokens=settings[role].depth_of(role),
+                mtp_draft_body_tp1=settings[role].mtp_draft_body_tp1,
             )
             ranks, info = await stack.enter_async_context(engine(messages, thread_launcher(tp)))
             started[role] = StartedEngine(engine=ranks, info=info)
-        planned = plan_workers(*([rank.manifest for rank in each.info.ranks] for each in started.values())).parts
+        plan = plan_workers(*([rank.manifest for rank in each.info.ranks] for each in started.values()))
         async with asyncio.TaskGroup() as group:
             mesh = Mesh(group, SystemClock())
             tasks = asyncio.all_tasks()
@@ -149,7 +155,7 @@ async def ranks_mesh(
             for kind in (PrefillService, DecodeService):
                 await mesh.host(kind, settings[kind.role], (started[kind.role],))
             await mesh.linked()
-            yield RanksMesh(mesh=mesh, parts=planned)
+            yield RanksMesh(mesh=mesh, parts=plan.parts, has_drafts=plan.has_drafts)
             mesh.assert_empty()
             for host in mesh.hosts:
                 await host.drain()

@@ -43,7 +43,7 @@ WORKERS: dict[str, dict[str, Any]] = {
 }
 PAIRS = (("p2", "d1"), ("p1", "d2"), ("p2", "d4-dcp2"))
 BYTE_PAIRS = (*PAIRS, ("p2-whole", "d1"), ("p1", "d2-whole"), ("p2-whole", "d4-dcp2"), ("p2", "d2-whole"))
-WAYS = [(*pair, ()) for pair in BYTE_PAIRS]
+WAYS: list[tuple[str, str, tuple[Role, ...]]] = [(*pair, ()) for pair in BYTE_PAIRS]
 WAYS += [(*pair, roles) for pair in (("p2-whole", "d1"), ("p2", "d4-dcp2")) for roles in (STATES, tuple(Role))]
 LENGTHS = (1, 2, BLOCK_SIZE, BLOCK_SIZE + 1, 90, 300)
 TEXT = """\
