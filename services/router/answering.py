@@ -118,7 +118,7 @@ class StreamedAnswer:
         self._response.force_close()
         try:
             async with asyncio.timeout(min(_LAST_WORD_S, self._slow_reader_s / 2)):
-                await self._response.write(event(error_body(error)) + DONE)
+                await self._response.write(event(error_body(error, self._request[REQUEST_ID_KEY])) + DONE)
                 await self._response.write_eof()
         except TimeoutError:
             self._cut()

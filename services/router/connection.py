@@ -102,9 +102,10 @@ class Connection(web.RequestHandler):
         else:
             self.log_exception("Error handling request", exc_info=exc)
             info = ErrorInfo(code=ErrorCode.INTERNAL, message="something went wrong inside the server")
-        headers = {"x-should-retry": "false", REQUEST_ID: secrets.token_hex(8)}
+        request_id = secrets.token_hex(8)
+        headers = {"x-should-retry": "false", REQUEST_ID: request_id}
         response = web.Response(
-            status=status, body=body(error_body(info)), headers=headers, content_type="application/json"
+            status=status, body=body(error_body(info, request_id)), headers=headers, content_type="application/json"
         )
         response.force_close()
         return response

@@ -26,7 +26,7 @@ _MAX_REQUEST_ID_CHARS: Final = 128
 _MAX_SHOWN_CHARS: Final = 200
 
 
-def client_request_id(request: web.Request) -> str:
+def client_request_id(request: web.BaseRequest) -> str:
     """Return the client's own id of a request, made safe to be echoed and logged; empty if there is none.
 
     It is an attribute and nothing more: ids that the mesh uses are always ours.
@@ -34,14 +34,17 @@ def client_request_id(request: web.Request) -> str:
     return _UNSAFE.sub("", request.headers.get(REQUEST_ID, ""))[:_MAX_REQUEST_ID_CHARS]
 
 
-def error_response(error: ErrorInfo, *, retry_after: RetryAfter) -> web.Response:
+def error_response(error: ErrorInfo, request_id: str, *, retry_after: RetryAfter) -> web.Response:
     """Return an error as an HTTP answer. One that a retry may cure says when; any other says that none will."""
     rule = error.rule
     headers: CIMultiDict[str] = CIMultiDict({"x-should-retry": "true" if rule.retryable else "false"})
     if rule.http_status in {429, 503}:
         headers["Retry-After"] = str(retry_after(error))
     return web.Response(
-        status=rule.http_status, body=body(error_body(error)), headers=headers, content_type="application/json"
+        status=rule.http_status,
+        body=body(error_body(error, request_id)),
+        headers=headers,
+        content_type="application/json",
     )
 
 
@@ -55,9 +58,9 @@ def error_middleware(log: Log, *, retry_after: RetryAfter) -> Middleware:
             response = await handler(request)
         except PdmeshError as error:
             request[ERROR_CODE_KEY] = str(error.code)
-            response = error_response(error.info, retry_after=retry_after)
+            response = error_response(error.info, request_id, retry_after=retry_after)
         except web.HTTPException as error:
-            response = translated(request, error)
+            response = translated(request, error, request_id)
             request[ERROR_CODE_KEY] = str(_code_of(error))
         except ConnectionResetError:
             raise  # the client has gone: nobody reads an answer
@@ -66,7 +69,7 @@ def error_middleware(log: Log, *, retry_after: RetryAfter) -> Middleware:
             log.error("request_crashed", path=request.path, error=repr(error), exc_info=error)  # noqa: TRY400 - Log's
             info = ErrorInfo(code=ErrorCode.INTERNAL, message="something went wrong inside the server")
             request[ERROR_CODE_KEY] = str(info.code)
-            response = error_response(info, retry_after=retry_after)
+            response = error_response(info, request_id, retry_after=retry_after)
         if not response.prepared:
             response.headers[REQUEST_ID] = request_id
             if request.content.exception() is not None:
@@ -76,7 +79,7 @@ def error_middleware(log: Log, *, retry_after: RetryAfter) -> Middleware:
     return answer_errors
 
 
-def translated(request: web.BaseRequest, error: web.HTTPException) -> web.StreamResponse:
+def translated(request: web.BaseRequest, error: web.HTTPException, request_id: str) -> web.StreamResponse:
     """Return aiohttp's own refusals (no such path, no such method, an expectation of the client's) in our form."""
     if error.status < 400:
         raise error
@@ -84,7 +87,7 @@ def translated(request: web.BaseRequest, error: web.HTTPException) -> web.Stream
     info = ErrorInfo(code=_code_of(error), message=message)
     headers = {name: value for name, value in error.headers.items() if name == "Allow"}
     return web.Response(
-        status=error.status, body=body(error_body(info)), headers=headers, content_type="application/json"
+        status=error.status, body=body(error_body(info, request_id)), headers=headers, content_type="application/json"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -12,7 +13,7 @@ from common.runtime.lifecycle import Log
 from contracts.errors import ErrorCode, ErrorInfo
 from services.router.connection import Connection, ConnectionEvents
 from services.router.core.answers import body, error_body
-from services.router.http_errors import translated
+from services.router.http_errors import REQUEST_ID, client_request_id, translated
 from services.router.metrics import RouterMetrics
 from services.router.settings import RouterSettings
 
@@ -110,6 +111,9 @@ def _in_our_form(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except web.HTTPException as error:
-            return translated(request, error)
+            request_id = client_request_id(request) or secrets.token_hex(8)
+            response = translated(request, error, request_id)
+            response.headers[REQUEST_ID] = request_id
+            return response
 
     return handle

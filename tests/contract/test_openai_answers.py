@@ -105,9 +105,12 @@ def test_a_chunk_of_several_tokens_says_so_and_is_read_all_the_same() -> None:
 
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_error_has_the_known_form(code: ErrorCode) -> None:
-    """Message, type, param and code; the type says whose fault it is."""
-    error = json.loads(body(error_body(ErrorInfo(code=code, message="m", param="p"))))["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
+    """Message, type, param and code; the type says whose fault it is. The id of the request is there where there was one."""
+    info = ErrorInfo(code=code, message="m", param="p")
+    assert json.loads(body(error_body(info)))["error"].keys() == {"message", "type", "param", "code"}
+    error = json.loads(body(error_body(info, "my-id")))["error"]
+    assert error.keys() == {"message", "type", "param", "code", "request_id"}
+    assert error["request_id"] == "my-id"
     assert (error["message"], error["param"], error["code"]) == ("m", "p", code.value)
     assert (error["type"] == "server_error") == (ERROR_RULES[code].http_status >= 500)
 

@@ -104,8 +104,10 @@ async def test_what_is_no_http_is_refused_in_the_form_of_every_other_error(tmp_p
         for name, data in MALFORMED.items():
             stream = await connect(world)
             stream[1].write(data)
-            status, answer = parsed(await rest_of(stream))
+            data = await rest_of(stream)
+            status, answer = parsed(data)
             assert (name, status, answer["error"]["code"]) == (name, 400, "invalid_request")
+            assert f"x-request-id: {answer['error']['request_id']}\r\n".encode() in data
             assert answer["error"]["type"] == "invalid_request_error"
             assert "aaaa" not in answer["error"]["message"]
         assert await metric(world, "malformed_requests_total") == len(MALFORMED)
@@ -118,8 +120,10 @@ async def test_an_expectation_that_is_not_met_is_refused_in_the_same_form(tmp_pa
     async with router_world(tmp_path) as world:
         stream = await connect(world)
         stream[1].write(f"GET {path} HTTP/1.1\r\nHost: x\r\nExpect: tea\r\nConnection: close\r\n\r\n".encode())
-        status, answer = parsed(await rest_of(stream))
+        data = await rest_of(stream)
+        status, answer = parsed(data)
         assert (status, answer["error"]["code"]) == (417, "invalid_request")
+        assert f"x-request-id: {answer['error']['request_id']}\r\n".encode() in data
 
 
 @pytest.mark.parametrize("trickling", [False, True])

@@ -149,6 +149,7 @@ async def test_a_failure_inside_a_stream_is_an_explicit_error(tmp_path: Path) ->
         *chunks, last = await world.events("/v1/completions", PLAIN | NOWHERE_ELSE)
         assert last == "[DONE]"
         assert chunks[-1]["error"]["code"] == "worker_lost"
+        assert chunks[-1]["error"]["request_id"]
         stream = await client.completions.create(model="tiny", prompt="hello", stream=True, extra_body=NOWHERE_ELSE)
         with pytest.raises(openai.APIError, match="decode-0 is gone"):
             _ = [chunk async for chunk in stream]

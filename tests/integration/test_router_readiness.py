@@ -32,8 +32,10 @@ async def test_the_clients_request_id_is_echoed_and_nothing_more(tmp_path: Path)
         assert got["x-request-id"] == "a.bcd"
         assert "a.bcd" not in answer["id"]
         assert world.mesh.submits[0].request_id.startswith("r")
-        _, _, got = await world.post("/v1/completions", b"{", headers=headers)
-        assert got["x-request-id"] == "a.bcd"
+        _, answer, got = await world.post("/v1/completions", b"{", headers=headers)
+        assert got["x-request-id"] == answer["error"]["request_id"] == "a.bcd"
+        _, answer, got = await world.post("/v1/nothing", PLAIN)
+        assert got["x-request-id"] == answer["error"]["request_id"] != ""
         _, _, got = await world.post("/v1/completions", PLAIN)
         assert got["x-request-id"]
 
