@@ -9,10 +9,8 @@ import msgspec
 from common.layout.context_parallel import held_range
 from common.layout.planner import ReshardPlan
 from contracts.handoff import Grant
-from contracts.manifest import PlannedPart, Role
+from contracts.manifest import Namespace, PlannedPart
 from contracts.rank import BindSequence, Extension
-
-STATES = frozenset({Role.CONV, Role.SSM})
 
 
 @dataclass(slots=True)
@@ -105,7 +103,7 @@ class ModelMemory:
         Tokens are counted by those that the part's destination keeps: a block id is the same on all ranks, their content is not.
         """
         part = _named(part)
-        if part.role in STATES:
+        if not part.role.is_paged:
             owner = self._slot_owner.get(grant.slot)
             content = self._slots.get(grant.slot)
             if content is None or content.generation != grant.generation:
@@ -132,13 +130,14 @@ class ModelMemory:
         binding, size = owner.binding, self._block_size
         for part in plan.parts:
             name = _named(part)
-            if part.role in STATES:
+            if not part.role.is_paged:
                 content = self._slots.get(binding.slot)
                 if content is None or content.generation != binding.generation or name not in content.bits:
                     return f"{part.role} of layer {part.layer} from rank {part.src_rank} to {part.dst_rank}"
                 continue
+            first_token = max(num_cached_tokens, part.namespace is Namespace.DRAFT)
             share = part.modulus, part.residue
-            for start, end in held_range(num_cached_tokens, binding.num_prompt_tokens, size, *share):
+            for start, end in held_range(first_token, binding.num_prompt_tokens, size, *share):
                 for index in range(start // size, -(-end // size)):
                     content = self._blocks.get(owner.blocks[index])
                     first, last = max(start - index * size, 0), min(end - index * size, size)

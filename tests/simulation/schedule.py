@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from contracts.rank import DrafterKind
 from tests.simulation.plots import WISHES, Fault, FaultKind, Plot, Wishes, faults_of
 
 NUM_REQUESTS: Final = (8, 12)
@@ -17,6 +18,7 @@ _SPAN_S: Final = 6.0
 _PLOTTED: Final = 0.5
 _SHARING_TP: Final = 4
 _SHARED: Final = 0.6
+_GUESSING: Final = 0.4
 _BY_CHANCE: Final = tuple(kind for kind in FaultKind if kind is not FaultKind.OVERLAP)
 
 
@@ -26,6 +28,13 @@ class Pulls(StrEnum):
     NOTHING = "nothing"
     STATES = "states"
     ALL = "all"
+
+
+class Guesses(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens a worker guesses, or keeps a draft for, and who guesses them."""
+
+    depth: int = 0
+    drafter: DrafterKind = DrafterKind.MTP
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +67,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     is_parallel: bool = True
     verifies: bool = False
     reserved_output_tokens: int = 0
+    guesses: Guesses = Guesses()
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +92,7 @@ def make_schedule(seed: int) -> Schedule:
     """The schedule of a seed, always the same."""
     rng = random.Random(seed)
     plot = rng.choice([each for each in Plot if each is not Plot.CHANCE]) if rng.random() < _PLOTTED else Plot.CHANCE
-    workers = _workers(rng, random.Random(f"{seed} grouping"))
+    workers = _guessing(_workers(rng, random.Random(f"{seed} grouping")), random.Random(f"{seed} guessing"))
     routers = ("router-0",) if rng.random() < 0.7 else ("router-0", "router-1")
     brokers = ("broker-0",) if rng.random() < 0.2 and plot is not Plot.OVERLAP else ("broker-0", "broker-1")
     return Schedule(
@@ -121,6 +131,19 @@ def _workers(rng: random.Random, grouping: random.Random) -> tuple[WorkerPlan, .
             for number in range(count)
         ]
     return tuple(found)
+
+
+def _guessing(workers: tuple[WorkerPlan, ...], rng: random.Random) -> tuple[WorkerPlan, ...]:
+    """Let the workers of some schedules guess, most of them with a draft head, each as deep as it likes; some keep no draft."""
+    if rng.random() >= _GUESSING:
+        return workers
+    drafter = DrafterKind.MTP if rng.random() < 0.8 else DrafterKind.NGRAM
+    return tuple(
+        msgspec.structs.replace(worker, guesses=Guesses(depth=rng.choice((1, 3, 8)), drafter=drafter))
+        if rng.random() < 0.8
+        else worker
+        for worker in workers
+    )
 
 
 def _ask(rng: random.Random, number: int, routers: tuple[str, ...], wishes: Wishes) -> Ask:

@@ -13,15 +13,15 @@ from contracts.handoff import Grant
 from contracts.manifest import PlannedPart
 from contracts.rank import (
     BindSequence,
+    DrafterKind,
     ExtendSequences,
     PartPushed,
-    PullReport,
-    PullShards,
-    PullStopped,
     PushOutcome,
     RankProgress,
+    StepItem,
     StepPlan,
 )
+from contracts.rank_pull import PullReport, PullShards, PullStopped
 from contracts.requests import WorkerRef
 from tests.simulation.plane import Phase, Plane, Transfer
 from tests.simulation.schedule import BLOCK_SIZE, Pulls, WorkerPlan
@@ -46,9 +46,12 @@ class SimulatedEngine(FakeEngine):
             num_blocks=plan.num_blocks,
             num_slots=plan.num_slots,
             num_staging_rows=0 if plan.pulls is Pulls.NOTHING else plan.num_slots,
+            drafter=plan.guesses.drafter if plan.guesses.depth else DrafterKind.NONE,
+            num_speculative_tokens=0 if plan.role == "prefill" else plan.guesses.depth,
             step_s=plan.step_s,
         )
         self.__dict__["reads"] = SimulatedReads(plane)
+        self._by_head = plan.role != "prefill" and plan.guesses.depth > 0 and plan.guesses.drafter is DrafterKind.MTP
         self._plane = plane
         self._ref = WorkerRef(worker_id=plan.worker_id, incarnation=incarnation)
         self.memory = plane.add(self._ref, dp_rank, BLOCK_SIZE)
@@ -163,7 +166,9 @@ class SimulatedEngine(FakeEngine):
             if binding is not None and item.seq not in self._begun:
                 self._begun.add(item.seq)
                 if binding.push is None and item.start >= binding.num_prompt_tokens:
-                    self._take_over(binding)
+                    self._take_over(binding, item)
+            if binding is not None and (not item.token_ids or item.bootstrap):
+                self._check_guesses(binding, item)
         result = await super().step(plan)
         self._check_alive()
         self._push()
@@ -183,7 +188,16 @@ class SimulatedEngine(FakeEngine):
         self._plane.lose(self._ref)
         await super().stop()
 
-    def _take_over(self, binding: BindSequence) -> None:
+    def _check_guesses(self, binding: BindSequence, item: StepItem) -> None:
+        """A draft head guesses with the whole of its cache or not at all, and goes on from what was left to it once."""
+        planned = self._plane.plans.get(binding.handoff_id)
+        if self._by_head and planned is not None and item.num_tokens > 1 and not planned[0].has_drafts:
+            text = f"{binding.handoff_id} is guessed for by a draft head that has no cache of its prompt"
+            self._plane.verdicts.broken("I3", text)
+        if item.num_tokens > 1:
+            self._plane.verdicts.saw("guessed")
+
+    def _take_over(self, binding: BindSequence, item: StepItem) -> None:
         plane, handoff_id = self._plane, binding.handoff_id
         plane.verdicts.saw("takeover")
         if handoff_id in plane.takeovers:
@@ -195,6 +209,11 @@ class SimulatedEngine(FakeEngine):
         if owner is None or planned is None:
             plane.verdicts.broken("I3", f"{handoff_id} was begun without memory or without a prompt")
             return
+        if item.bootstrap != (planned[0].has_drafts and self._by_head):
+            text = f"{handoff_id} was begun {'with' if item.bootstrap else 'without'} what its draft goes on from"
+            plane.verdicts.broken("I3", text)
+        if item.bootstrap:
+            plane.verdicts.saw("takeover_with_draft")
         missing = self.memory.missing(owner, *planned)
         if missing:
             plane.verdicts.broken("I3", f"{handoff_id} was begun without {missing}")

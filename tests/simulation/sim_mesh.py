@@ -157,6 +157,7 @@ class SimulatedMesh:
             release_timeout_ms=20,
             deadline_grace_s=2.0,
             reserve_output_tokens=plan.reserved_output_tokens,
+            **_guess_settings(plan),
             **_pull_settings(plan),
         )
         incarnation = f"i{seat.num_starts}-{plan.worker_id}"
@@ -263,6 +264,13 @@ class SimulatedMesh:
                     service.replicas.check_integrity()
                 except AssertionError as error:
                     self.verdicts.broken("I1", f"{name}: {error}")
+
+
+def _guess_settings(plan: WorkerPlan) -> dict[str, Any]:
+    """What a worker that guesses is told."""
+    if not plan.guesses.depth:
+        return {}
+    return {"num_speculative_tokens": plan.guesses.depth, "drafter": plan.guesses.drafter.value}
 
 
 def _pull_settings(plan: WorkerPlan) -> dict[str, Any]:
