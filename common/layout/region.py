@@ -145,7 +145,7 @@ class RegionMap(msgspec.Struct, frozen=True, kw_only=True):
 
     def _paged_span(self, cache: Cache) -> Span:
         heads = _kv_heads(self.shape, self.coordinates, cache.namespace)
-        token_bytes = self.shape.head_dim * cache.dtype.itemsize
+        token_bytes = self.shape.head_dim_of(cache.namespace) * cache.dtype.itemsize
         place = PagedPlace(
             offset=cache.offset,
             block_stride=cache.entry_bytes,
@@ -246,15 +246,16 @@ def _paged_arrays(
     shape: CacheShape, coordinates: Coordinates, namespace: Namespace, layer: int
 ) -> Iterator[tuple[Namespace, Role, int, tuple[int, ...], Dtype]]:
     heads = _kv_heads(shape, coordinates, namespace).length
-    dims = (shape.num_blocks, heads, shape.block_size, shape.head_dim)
+    dims = (shape.num_blocks, heads, shape.block_size, shape.head_dim_of(namespace))
     yield namespace, Role.KEY, layer, dims, shape.dtypes.key
     yield namespace, Role.VALUE, layer, dims, shape.dtypes.value
 
 
 def _kv_heads(shape: CacheShape, coordinates: Coordinates, namespace: Namespace) -> Shard:
+    num_heads = shape.num_kv_heads_of(namespace)
     if namespace is Namespace.DRAFT and shape.draft_whole:
-        return Shard(0, shape.num_kv_heads)
-    return kv_shard(shape.num_kv_heads, coordinates.tp_size, coordinates.tp_rank)
+        return Shard(0, num_heads)
+    return kv_shard(num_heads, coordinates.tp_size, coordinates.tp_rank)
 
 
 def _value_heads(shape: CacheShape, coordinates: Coordinates) -> Shard:
@@ -263,6 +264,8 @@ def _value_heads(shape: CacheShape, coordinates: Coordinates) -> Shard:
 
 def _check_context_parallel(shape: CacheShape, coordinates: Coordinates) -> None:
     check_group(shape.num_kv_heads, coordinates.tp_size, coordinates.dcp_size)
+    if shape.num_draft_layers and not shape.draft_whole:
+        check_group(shape.num_kv_heads_of(Namespace.DRAFT), coordinates.tp_size, coordinates.dcp_size)
     expected = dcp_rank(coordinates.tp_rank, coordinates.dcp_size)
     if coordinates.dcp_rank != expected:
         rule = f"tp_rank modulo dcp_size = {expected}"

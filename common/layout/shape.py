@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from contracts.errors import InvalidValueError
-from contracts.manifest import CacheDtypes, Dtype
+from contracts.manifest import CacheDtypes, Dtype, Namespace
 
 
 class LayerType(StrEnum):
@@ -22,7 +22,8 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
 
     `conv_kernel` is the width of the depthwise convolution (its state keeps one row less); `num_draft_layers` are full
     attention layers of the draft head, held like the target's or, with `draft_whole`, with all their heads on every rank; what it
-    goes on from is a hidden state of `hidden_size` elements.
+    goes on from is a hidden state of `hidden_size` elements. A draft that is a model of its own has KV heads of its own:
+    `draft_num_kv_heads` of `draft_head_dim` elements, 0 for those of the target.
     """
 
     layer_types: tuple[LayerType, ...]
@@ -41,6 +42,8 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_layers: int = 0
     draft_whole: bool = False
     hidden_size: int = 0
+    draft_num_kv_heads: int = 0
+    draft_head_dim: int = 0
 
     def __post_init__(self) -> None:
         """Raise `InvalidValueError` for a count below its minimum or an SSM state that is not float32."""
@@ -59,6 +62,8 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
             "conv_kernel": 2,
             "num_speculative_tokens": 0,
             "num_draft_layers": 0,
+            "draft_num_kv_heads": 0,
+            "draft_head_dim": 0,
             "hidden_size": 1 if self.num_draft_layers else 0,
         }
         for name, least in minimum.items():
@@ -69,6 +74,14 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValueError(field="layer_types", value=self.layer_types, rule="at least one layer")
         if self.dtypes.ssm is not Dtype.FLOAT32:
             raise InvalidValueError(field="dtypes.ssm", value=self.dtypes.ssm, rule="float32")
+
+    def num_kv_heads_of(self, namespace: Namespace) -> int:
+        """KV heads of each full-attention layer, over all ranks."""
+        return self.draft_num_kv_heads or self.num_kv_heads if namespace is Namespace.DRAFT else self.num_kv_heads
+
+    def head_dim_of(self, namespace: Namespace) -> int:
+        """Elements of a key, and of a value, of one KV head."""
+        return self.draft_head_dim or self.head_dim if namespace is Namespace.DRAFT else self.head_dim
 
     @property
     def moved_conv_rows(self) -> int:

@@ -32,10 +32,14 @@ def make_shape(
     depth: int = 0,
     draft: int = 0,
     draft_whole: bool = False,
+    draft_heads: tuple[int, int] = (0, 0),
     dtype: Dtype = Dtype.FLOAT32,
     num_blocks: int = 9,
 ) -> CacheShape:
-    """A small model: `layers` is a word of f (full attention) and l (linear attention)."""
+    """A small model: `layers` is a word of f (full attention) and l (linear attention).
+
+    `draft_heads` are KV heads and elements of each that the draft has for itself.
+    """
     return CacheShape(
         layer_types=tuple(LayerType.FULL if kind == "f" else LayerType.LINEAR for kind in layers),
         num_kv_heads=kv,
@@ -53,6 +57,8 @@ def make_shape(
         num_draft_layers=draft,
         draft_whole=draft_whole,
         hidden_size=5 if draft else 0,
+        draft_num_kv_heads=draft_heads[0],
+        draft_head_dim=draft_heads[1],
     )
 
 
@@ -161,9 +167,10 @@ class Worker:
         request: Request,
         namespace: Namespace,
     ) -> None:
-        heads = holders_of_heads(self.shape.num_kv_heads, self.tp)[rank]
+        num_heads = len(whole)
+        heads = holders_of_heads(num_heads, self.tp)[rank]
         if namespace is Namespace.DRAFT and self.shape.draft_whole:
-            heads = list(range(self.shape.num_kv_heads))
+            heads = list(range(num_heads))
         size = self.shape.block_size
         for token in range(request.start(namespace), request.num_tokens):
             block = token // size
@@ -203,7 +210,10 @@ def unsharded(shape: CacheShape, num_tokens: int, first: int = 1) -> Content:
     for key, cache in lay_out(shape, Coordinates()).caches.items():
         match cache.role:
             case Role.KEY | Role.VALUE:
-                dims: tuple[int, ...] = (shape.num_kv_heads, num_tokens, shape.head_dim)
+                num_heads, head_dim = shape.num_kv_heads, shape.head_dim
+                if cache.namespace is Namespace.DRAFT:
+                    num_heads, head_dim = (shape.draft_num_kv_heads or num_heads, shape.draft_head_dim or head_dim)
+                dims: tuple[int, ...] = (num_heads, num_tokens, head_dim)
             case Role.CONV:
                 dims = (3, cache.shape[2])
             case Role.SSM | Role.BOOTSTRAP:
