@@ -11,7 +11,7 @@ from common.bus.storage import handoffs_config
 from common.runtime.virtual_time import VirtualClock
 from contracts.codec import decode
 from contracts.handoff import HandoffRecord
-from services.broker import service as broker_service
+from services.broker import driver as broker_driver
 from services.broker.core.events import Event
 from services.broker.core.handoff import Handoff
 from services.broker.core.step import step
@@ -59,13 +59,13 @@ def run_schedule(schedule: Schedule, verdicts: Verdicts, *, checks: bool = True)
                 )
         return step(handoff, event)
 
-    broker_service.__dict__["step"] = noted  # where the broker calls it
+    broker_driver.__dict__["step"] = noted  # where the broker calls it
     try:
         mesh = SimulatedMesh(schedule, verdicts, clock, plane)
         loop.run_until_complete(_play(mesh))
         loop.run_until_complete(_reap(mesh))
     finally:
-        broker_service.__dict__["step"] = step
+        broker_driver.__dict__["step"] = step
         loop.close()
 
 
