@@ -17,7 +17,7 @@ from services.broker.core import events as ev
 from services.broker.core.handoff import Handoff
 from services.broker.core.step import step
 from tests.simulation.coverage import UNREACHABLE, Pair, coverage_lines, every_pair, never_reached, pair_of
-from tests.unit.broker_steps import adopted, record, reserved, reserving
+from tests.unit.broker_steps import adopted, adopting, record, reserved, reserving
 
 _LOST: Final = ErrorInfo(code=ErrorCode.WORKER_LOST, message="nobody listens")
 _GRANT: Final = Grant(worker_id="d0", incarnation="id", generation=8, block_ids=(9,), slot=2)
@@ -67,7 +67,7 @@ def failed() -> Handoff:
 
 def of_another_broker(state: HandoffState) -> Callable[[], Handoff]:
     """A broker has found the record in this state."""
-    return lambda: written(adopted(state)[0])
+    return lambda: written((adopting if state.terminal else adopted)(state)[0])  # what is over is not claimed
 
 
 LIVES: Final[dict[str, tuple[Callable[[], Handoff], ...]]] = {
