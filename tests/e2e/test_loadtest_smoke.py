@@ -85,6 +85,7 @@ def test_hidden_push_time_is_read_from_a_mesh(model: Path) -> None:
         assert 0 <= found["hidden"] <= 1
 
 
+@pytest.mark.long
 def test_memory_of_every_process_of_a_mesh_is_looked_at(model: Path) -> None:
     """Before the requests and after each block of them, over tcp as over shared memory."""
     small = (

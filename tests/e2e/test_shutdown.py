@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
+from tests.e2e.planted_mesh import PlantedMesh
 from tests.e2e.proc import DEADLINE_S
-from tests.e2e.service_processes import Services, running_services
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LONG, SHORT = 200, 20
 """Tokens of the stream that is under way when the service is told to end, and of the one that the next life serves."""
@@ -23,13 +21,6 @@ LONG, SHORT = 200, 20
 
 def _entries(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def services(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Services]:
-    """NATS, broker, router, a prefill and a decode worker."""
-    async with running_services(tmp_path_factory.mktemp("services")) as services:
-        yield services
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, num_tokens: int, began: asyncio.Event) -> int:
@@ -56,8 +47,9 @@ async def _stream(session: aiohttp.ClientSession, url: str, num_tokens: int, beg
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill", "router", "broker"])
-async def test_a_terminated_service_finishes_its_work_and_leaves_nothing(services: Services, name: str) -> None:
+async def test_a_terminated_service_finishes_its_work_and_leaves_nothing(planted_shm: PlantedMesh, name: str) -> None:
     """The stream under way comes to its end; status 0; none of its rank processes, sockets or memory is left; it comes back."""
+    services = planted_shm.services
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         await services.ready(session)
