@@ -21,6 +21,10 @@ class Console:
         """One step of progress."""
         print(f"[{self.clock.monotonic() - self._start:6.1f} s] {text}", file=self._progress, flush=True)
 
+    def refuse(self, text: str) -> None:
+        """Why nothing was begun: there is no start yet whose seconds would say anything."""
+        print(f"pdmesh: {text}", file=self._progress, flush=True)
+
     def show(self, text: str, *, end: str = "\n") -> None:
         """A result, or a piece of one."""
         print(text, end=end, file=self._out, flush=True)

@@ -113,7 +113,10 @@ class MeshRun:
         """Keep the first failure, and end the work."""
         if self._failure is None and not self.interrupted:
             self._failure = error
-            self._console.say(f"failed: {error}")
+            if self._supervisor is not None and self._supervisor.children:
+                self._console.say(f"failed: {error}")
+            else:
+                self._console.refuse(str(error))
         if self._work is not None:
             self._work.cancel()
 

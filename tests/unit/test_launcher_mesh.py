@@ -300,7 +300,8 @@ async def test_a_port_in_use_is_told_before_anything_starts(stage: _Stage) -> No
     async with await asyncio.start_server(handle, "127.0.0.1", stage.port):
         assert not is_free("127.0.0.1", stage.port)
         assert await stage.run(body).run() == 1
-    assert f"port: {stage.port} is taken on 127.0.0.1: give another one with --port" in stage.progress.getvalue()
+    rule = f"port: {stage.port} is taken on 127.0.0.1: give another one with --port"
+    assert stage.progress.getvalue() == f"pdmesh: {rule}\n"
     assert not stage.order.exists()
     assert _left(stage) == []
 
