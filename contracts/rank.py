@@ -15,7 +15,7 @@ from contracts.dataplane import RegionDescriptor
 from contracts.errors import CodecError, ErrorInfo
 from contracts.handoff import Grant, GrantSecret
 from contracts.manifest import Namespace, RankManifest, Role
-from contracts.pull import ShardPull
+from contracts.rank_pull import PullReport, PullShards
 from contracts.requests import SamplingParams, WorkerRef
 
 MAX_RANK_MESSAGE_BYTES: Final = 192 * 1024
@@ -288,72 +288,6 @@ class PartPushed(msgspec.Struct, frozen=True, kw_only=True, tag="part_pushed"):
     reason: str = ""
 
 
-class PullShards(msgspec.Struct, frozen=True, kw_only=True, tag="pull_shards"):
-    """Read the caches of `roles` of a bound sequence from every rank of `source`, a grant to read in a linked source worker.
-
-    KEY and VALUE of the tokens from `num_cached_tokens` to the end of the prompt go straight into the sequence's blocks. CONV and
-    SSM go into its staging row, and from there into its slot once every shard of this rank is there. With `parallel` the shards
-    are read side by side, else one after the other. `lock` numbers the pulls of a sequence. Answered by `Done` as soon as it has
-    begun; `ShardPulled`, `RoleMerged` and at last `PullStopped` follow.
-    """
-
-    seq: int
-    lock: int
-    source: Grant
-    roles: tuple[Role, ...]
-    num_cached_tokens: int
-    parallel: bool
-    timeout_ms: int
-
-
-class PulledPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What has arrived of one part: tokens `[start, end)` of KEY or VALUE, counted by those that this rank keeps, `[0, 1)` of a state."""
-
-    namespace: Namespace
-    role: Role
-    layer: int
-    source_rank: int
-    ranges: tuple[tuple[int, int], ...]
-
-
-class ShardPulled(msgspec.Struct, frozen=True, kw_only=True, tag="shard_pulled"):
-    """The read of one shard has begun (state `pulling`), or is over (`done`, `failed`). A shard that never began only fails.
-
-    `parts` are those of KEY and VALUE, which are in their places; states are, once they are merged.
-    """
-
-    rank: int
-    seq: int
-    lock: int
-    shard: ShardPull
-    parts: tuple[PulledPart, ...] = ()
-
-
-class RoleMerged(msgspec.Struct, frozen=True, kw_only=True, tag="role_merged"):
-    """All shards are there, and the states of one role are in the sequence's slot: `parts` of all source ranks."""
-
-    rank: int
-    seq: int
-    lock: int
-    role: Role
-    merge_ms: float
-    parts: tuple[PulledPart, ...]
-
-
-class PullStopped(msgspec.Struct, frozen=True, kw_only=True, tag="pull_stopped"):
-    """Nothing is read or merged any more for this pull, at this rank. With an `error` nothing has been merged.
-
-    `started_ns` is when the rank began with the pull, `ended_ns` when the last shard was over and merged (host monotonic).
-    """
-
-    rank: int
-    seq: int
-    lock: int
-    started_ns: int
-    ended_ns: int
-    error: ErrorInfo | None = None
-
-
 class DigestSequence(msgspec.Struct, frozen=True, kw_only=True, tag="digest_sequence"):
     """Digest the cache of a bound sequence, tokens `[start, end)` and the states. Answered by `SequenceDigests`.
 
@@ -427,7 +361,6 @@ RankCommand: TypeAlias = (
     | StopRank
 )
 RankAnswer: TypeAlias = RankStarted | StepDone | SequenceDigests | RankScan | Done
-PullReport: TypeAlias = ShardPulled | RoleMerged | PullStopped
 RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed | PeerLinked | PullReport
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -33,8 +33,6 @@ from contracts.rank import (
     ExtendSequences,
     PartPushed,
     PeerSide,
-    PullReport,
-    PullShards,
     PushOutcome,
     RankProgress,
     RankScan,
@@ -43,6 +41,7 @@ from contracts.rank import (
     StepItem,
     StepPlan,
 )
+from contracts.rank_pull import PullReport, PullShards
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerDescription
 

@@ -14,7 +14,8 @@ from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.manifest import Namespace, PlannedPart, Role
 from contracts.pull import ShardPull, ShardState
-from contracts.rank import BindSequence, PulledPart, PullReport, PullStopped, RoleMerged, ShardPulled
+from contracts.rank import BindSequence
+from contracts.rank_pull import PulledPart, PullReport, PullStopped, RoleMerged, ShardPulled
 
 FIRST_DRAFT_TOKEN: Final = 1
 """The first token of a sequence that a draft's cache holds."""

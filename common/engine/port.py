@@ -18,14 +18,13 @@ from contracts.rank import (
     ExtendSequences,
     PartPushed,
     PeerSide,
-    PullReport,
-    PullShards,
     RankProgress,
     RankScan,
     RankStarted,
     SampledToken,
     StepPlan,
 )
+from contracts.rank_pull import PullReport, PullShards
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerDescription
 

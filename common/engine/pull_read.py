@@ -16,7 +16,8 @@ from common.layout.part_copies import PartCopies
 from common.layout.reading import placed_for_reader
 from common.layout.run_batch import Placed, RunBatch
 from contracts.manifest import Namespace, PlannedPart
-from contracts.rank import BindSequence, PulledPart, PullShards
+from contracts.rank import BindSequence
+from contracts.rank_pull import PulledPart, PullShards
 
 
 @dataclass(frozen=True, kw_only=True)

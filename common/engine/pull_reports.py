@@ -10,7 +10,7 @@ from common.engine.port import EngineDeadError, EngineError, PullResult
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.manifest import Role
 from contracts.pull import RoleMerge, ShardPull, ShardState
-from contracts.rank import PullReport, PullShards, PullStopped, RoleMerged, ShardPulled
+from contracts.rank_pull import PullReport, PullShards, PullStopped, RoleMerged, ShardPulled
 
 Observe = Callable[[PullReport], None]
 

@@ -16,7 +16,7 @@ from common.layout.staging import STAGED_ROLES
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError
 from contracts.pull import ShardPull, ShardState
-from contracts.rank import PulledPart, PullReport, PullStopped, RoleMerged, ShardPulled
+from contracts.rank_pull import PulledPart, PullReport, PullStopped, RoleMerged, ShardPulled
 
 MAX_THREADS: Final = 16
 """Threads that read, for all pulls of a rank; further shards wait for one."""

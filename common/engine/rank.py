@@ -52,8 +52,6 @@ from contracts.rank import (
     PartPushed,
     PeerLinked,
     PeerSide,
-    PullReport,
-    PullShards,
     RankAnswer,
     RankCommand,
     RankProgress,
@@ -67,6 +65,7 @@ from contracts.rank import (
     StopRank,
     UnlinkPeer,
 )
+from contracts.rank_pull import PullReport, PullShards
 from contracts.requests import WorkerRef
 
 DEVICES: Final = {"cpu": CpuDevice}

@@ -17,20 +17,18 @@ from contracts.rank import (
     Done,
     PartPushed,
     PeerLinked,
-    PullStopped,
     RankAnswer,
     RankCommand,
     RankProgress,
     RankScan,
     RankStarted,
-    RoleMerged,
     SequenceDigests,
-    ShardPulled,
     StepDone,
     StopRank,
     decode_message,
     encode,
 )
+from contracts.rank_pull import PullStopped, RoleMerged, ShardPulled
 
 MAX_PUSH_REPORTS: Final = 1 << 16
 

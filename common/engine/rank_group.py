@@ -31,8 +31,6 @@ from contracts.rank import (
     PartPushed,
     PeerLinked,
     PeerSide,
-    PullReport,
-    PullShards,
     RankAnswer,
     RankCommand,
     RankProgress,
@@ -46,6 +44,7 @@ from contracts.rank import (
     StepPlan,
     UnlinkPeer,
 )
+from contracts.rank_pull import PullReport, PullShards
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerDescription
 

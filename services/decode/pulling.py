@@ -27,7 +27,7 @@ from contracts.events import EventName
 from contracts.handoff import PartsAnswer, PullHandoff
 from contracts.manifest import Role
 from contracts.pull import PullEnded, ShardPull, ShardState
-from contracts.rank import PullReport, PullShards, ShardPulled
+from contracts.rank_pull import PullReport, PullShards, ShardPulled
 from contracts.requests import WorkerRef
 from services.decode.core.pulled_parts import PulledParts
 from services.decode.core.source_check import refuse_source

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from contracts import handoff, pull, rank, requests
+from contracts import handoff, pull, rank_pull, requests
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.guesses import Guesses
@@ -100,7 +100,7 @@ SHARD: Final = pull.ShardPull(
     duration_ms=0.5,
     reason="the generation had changed",
 )
-PULLED_PART: Final = rank.PulledPart(
+PULLED_PART: Final = rank_pull.PulledPart(
     namespace=Namespace.TARGET, role=Role.CONV, layer=0, source_rank=1, ranges=((0, 1),)
 )
 DIGEST: Final = handoff.PartDigest(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from contracts import rank
+from contracts import rank, rank_pull
 from contracts.manifest import (
     Namespace,
     Role,
@@ -70,7 +70,7 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
             rank.StepItem(seq=10, start=41, num_tokens=1, sample=True),
         ),
     ),
-    rank.PullShards(
+    rank_pull.PullShards(
         seq=9,
         lock=2,
         source=GRANT,
@@ -110,9 +110,9 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
         reason="the lock was held",
     ),
     rank.PeerLinked(rank=1, peer=DECODE, attempt=3, error=ERROR),
-    rank.ShardPulled(rank=0, seq=9, lock=2, shard=SHARD, parts=(PULLED_PART,)),
-    rank.RoleMerged(rank=0, seq=9, lock=2, role=Role.CONV, merge_ms=0.5, parts=(PULLED_PART,)),
-    rank.PullStopped(rank=0, seq=9, lock=2, started_ns=100, ended_ns=300, error=ERROR),
+    rank_pull.ShardPulled(rank=0, seq=9, lock=2, shard=SHARD, parts=(PULLED_PART,)),
+    rank_pull.RoleMerged(rank=0, seq=9, lock=2, role=Role.CONV, merge_ms=0.5, parts=(PULLED_PART,)),
+    rank_pull.PullStopped(rank=0, seq=9, lock=2, started_ns=100, ended_ns=300, error=ERROR),
     rank.DigestSequence(seq=9, side=rank.PeerSide.SOURCE, start=16, end=40),
     rank.SequenceDigests(
         rank=1,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from common.layout.ranges import RangeSet
 from contracts.handoff import GRANT_SECRET_BYTES, Grant
 from contracts.manifest import Namespace, Role
-from contracts.rank import BindSequence, PullShards, PushOutcome, PushTarget
+from contracts.rank import BindSequence, PushOutcome, PushTarget
+from contracts.rank_pull import PullShards
 from contracts.requests import SamplingParams
 from tests.integration.cache_bytes import Gathered, Held, untouched
 from tests.integration.engine_session import EngineSession, decode_at, manifests_of

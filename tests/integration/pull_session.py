@@ -13,7 +13,8 @@ import numpy as np
 from common.engine.port import PullResult
 from contracts.handoff import GRANT_SECRET_BYTES, Grant
 from contracts.manifest import PagedPlace, RankManifest, Role
-from contracts.rank import BindSequence, PullReport, PullShards
+from contracts.rank import BindSequence
+from contracts.rank_pull import PullReport, PullShards
 from contracts.requests import SamplingParams
 from tests.integration.cache_bytes import POISON, Held, untouched
 from tests.integration.engine_session import EngineSession, manifests_of

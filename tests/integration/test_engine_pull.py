@@ -22,7 +22,8 @@ from contracts.errors import ErrorCode
 from contracts.handoff import Grant
 from contracts.manifest import Role
 from contracts.pull import ShardState
-from contracts.rank import BindSequence, PullShards, RoleMerged, StepItem, StepPlan
+from contracts.rank import BindSequence, StepItem, StepPlan
+from contracts.rank_pull import PullShards, RoleMerged
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerDescription
 from tests.integration.cache_bytes import Memories, differing

@@ -30,7 +30,8 @@ from contracts.errors import ErrorCode
 from contracts.handoff import Grant
 from contracts.manifest import PlannedPart, Role
 from contracts.pull import ShardState
-from contracts.rank import PullStopped, RoleMerged, ShardPulled, StartRank
+from contracts.rank import StartRank
+from contracts.rank_pull import PullStopped, RoleMerged, ShardPulled
 from tests.integration.cache_bytes import Memories, differing
 from tests.integration.engine_session import decode_at
 from tests.integration.handoff_pairs import Worker, start_worker

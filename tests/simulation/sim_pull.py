@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from common.engine.fake_pull import FakeReads
-from contracts.rank import PullShards
+from contracts.rank_pull import PullShards
 from tests.simulation.plane import Plane
 
 PULL: Final[ContextVar[PullShards | None]] = ContextVar("pull", default=None)

@@ -21,15 +21,8 @@ from common.runtime.clock import SystemClock
 from contracts.handoff import Grant
 from contracts.manifest import CacheDtypes, Coordinates, Dtype, Role
 from contracts.pull import ShardState
-from contracts.rank import (
-    AddPeerRank,
-    BindSequence,
-    PeerSide,
-    PullReport,
-    PullShards,
-    PullStopped,
-    ShardPulled,
-)
+from contracts.rank import AddPeerRank, BindSequence, PeerSide
+from contracts.rank_pull import PullReport, PullShards, PullStopped, ShardPulled
 from contracts.requests import SamplingParams, WorkerRef
 
 CLOCK = SystemClock()

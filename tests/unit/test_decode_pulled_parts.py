@@ -5,7 +5,7 @@ from __future__ import annotations
 from contracts.handoff import PartDone
 from contracts.manifest import Namespace, Role
 from contracts.pull import ShardPull, ShardState, Transfer
-from contracts.rank import PulledPart, PullStopped, RoleMerged, ShardPulled
+from contracts.rank_pull import PulledPart, PullStopped, RoleMerged, ShardPulled
 from services.decode.core.pulled_parts import PulledParts
 
 

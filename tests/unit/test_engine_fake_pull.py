@@ -14,7 +14,8 @@ from contracts.errors import ErrorCode
 from contracts.handoff import Grant
 from contracts.manifest import Role
 from contracts.pull import ShardState
-from contracts.rank import BindSequence, PullReport, PullShards, PullStopped, RoleMerged, ShardPulled
+from contracts.rank import BindSequence
+from contracts.rank_pull import PullReport, PullShards, PullStopped, RoleMerged, ShardPulled
 from contracts.requests import SamplingParams, WorkerRef
 from contracts.workers import WorkerDescription
 

@@ -23,14 +23,8 @@ from contracts.errors import ErrorCode, InvalidValueError
 from contracts.handoff import Grant
 from contracts.manifest import Coordinates, Role
 from contracts.pull import ShardState
-from contracts.rank import (
-    AddPeerRank,
-    PeerSide,
-    PullReport,
-    PullStopped,
-    RoleMerged,
-    ShardPulled,
-)
+from contracts.rank import AddPeerRank, PeerSide
+from contracts.rank_pull import PullReport, PullStopped, RoleMerged, ShardPulled
 from contracts.requests import WorkerRef
 from tests.unit.pulling_rank import (
     CLOCK,

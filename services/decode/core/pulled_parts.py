@@ -9,7 +9,7 @@ from common.layout.ranges import RangeSet
 from contracts.handoff import PartDone, PartsReport
 from contracts.manifest import Namespace, Role
 from contracts.pull import ShardPull, ShardState, Transfer
-from contracts.rank import PulledPart, PullReport, PullStopped, RoleMerged, ShardPulled
+from contracts.rank_pull import PulledPart, PullReport, PullStopped, RoleMerged, ShardPulled
 
 _PartKey = tuple[Namespace, Role, int, int]
 
