@@ -30,12 +30,11 @@ from contracts.workers import (
     DescribeRefused,
     DescribeWorker,
     WorkerDescription,
-    WorkerLoad,
-    WorkerRecord,
     WorkerRole,
     WorkerState,
 )
 from services.prefill.service import PrefillService
+from tests.integration.worker_records import worker_record
 
 PREFILL = WorkerRef(worker_id="prefill-0", incarnation="ip")
 
@@ -149,22 +148,7 @@ class DecodePeer:
 
     async def announce(self) -> None:
         """Put the record."""
-        record = WorkerRecord(
-            worker_id=self.ref.worker_id,
-            incarnation=self.ref.incarnation,
-            role=WorkerRole.DECODE,
-            state=self.state,
-            model="fake",
-            model_fingerprint="fake",
-            tp=1,
-            dp=1,
-            dcp=1,
-            block_size=16,
-            num_blocks=64,
-            num_slots=8,
-            max_sequence_tokens=1024,
-            load=WorkerLoad(num_free_blocks=64, num_free_slots=8, num_waiting=0, num_running=0),
-        )
+        record = worker_record(self.ref, WorkerRole.DECODE, state=self.state)
         await (await self.bus.ensure_bucket(WORKERS_CONFIG)).put(self.ref.worker_id, encode(record))
 
     async def drain(self) -> None:

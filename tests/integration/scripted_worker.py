@@ -39,11 +39,9 @@ from contracts.subjects import WorkerVerb
 from contracts.workers import (
     DescribeWorker,
     WorkerDescription,
-    WorkerLoad,
-    WorkerRecord,
     WorkerRole,
-    WorkerState,
 )
+from tests.integration.worker_records import worker_record
 
 GRANT = Grant(worker_id="decode-0", incarnation="id", generation=7, block_ids=(1, 2, 3, 4), slot=2)
 
@@ -117,22 +115,7 @@ class ScriptedWorker:
 
     async def announce(self) -> None:
         """Put the worker's record."""
-        record = WorkerRecord(
-            worker_id=self.ref.worker_id,
-            incarnation=self.ref.incarnation,
-            role=self.role,
-            state=WorkerState.READY,
-            model="fake",
-            model_fingerprint="fake",
-            tp=len(self.manifests),
-            dp=1,
-            dcp=1,
-            block_size=16,
-            num_blocks=64,
-            num_slots=8,
-            max_sequence_tokens=1024,
-            load=WorkerLoad(num_free_blocks=64, num_free_slots=8, num_waiting=0, num_running=0),
-        )
+        record = worker_record(self.ref, self.role, tp=len(self.manifests))
         bucket = await self.bus.ensure_bucket(WORKERS_CONFIG)
         await bucket.put(self.ref.worker_id, encode(record))
 
