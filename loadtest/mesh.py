@@ -25,11 +25,12 @@ _ANSWER_S: Final = 2.0
 
 
 class MeshSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start. `mode` is how reports call it; `workers` holds (role, SPEC) as the launcher takes them."""
+    """What to start. `mode` is how reports call it; `workers` holds (role, SPEC) as the launcher takes them, beside those of a `preset`."""
 
     mode: str
     model: Path
     workers: tuple[tuple[str, str], ...]
+    preset: str = ""
     overrides: tuple[str, ...] = ()
     restart: bool = False
     """Whether a service that dies is started again; what is measured over such a death is worth nothing."""
@@ -53,6 +54,8 @@ class MeshSpec(msgspec.Struct, frozen=True, kw_only=True):
     def command(self, *, port: int, nats_port: int, logs: Path) -> tuple[str, ...]:
         """The command line that starts it."""
         words = [sys.executable, "-P", "-m", "services.launcher", "up", "--model", str(self.model), "--port", str(port)]
+        if self.preset:
+            words += ["--preset", self.preset]
         for role, spec in self.workers:
             words += [f"--{role}", spec] if spec else [f"--{role}"]
         for override in (f"launcher.nats_port={nats_port}", f"launcher.log_dir={logs}", *self.overrides):
@@ -100,7 +103,7 @@ class Mesh:
             )
         )
         mesh = cls(spec, child, url=f"http://127.0.0.1:{port}", nats_url=f"nats://127.0.0.1:{nats_port}")
-        say(f"starting {spec.mode}: {_words(spec.workers)}")
+        say(f"starting {spec.mode}: {', '.join(filter(None, (spec.preset, _words(spec.workers))))}")
         try:
             await mesh._wait_ready(clock)
         except BaseException:

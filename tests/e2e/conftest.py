@@ -37,6 +37,14 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Probe]
         yield probe
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def guessing_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Probe]:
+    """The pair as its preset has it: decode guesses three tokens with the draft head. One file's, like `wide_pair`."""
+    spec = MeshSpec(mode="p2d1-mtp3", model=MODEL, workers=(), preset="p2d1-mtp3")
+    async for probe in _running(spec, tmp_path_factory.mktemp("guessing")):
+        yield probe
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Probe]:
     """The same, but the values of one layer leave rank 0 late: between prefill's end and the closed ledger lies time."""
