@@ -20,11 +20,13 @@ from common.worker.settings import WorkerSettings
 from contracts.errors import InvalidValueError
 from contracts.ids import check_token
 from contracts.workers import WorkerRole
+from services.launcher.core.pair_drafts import lonely_drafts
 from services.launcher.core.presets import Preset
 from services.launcher.settings import LauncherSettings, SettingsStructs
 
 T = TypeVar("T")
 
+_PAIRED_ROLES: Final = ("prefill", "decode")
 WORKER_ROLES: Final = ("prefill", "decode", "mixed")
 _COPIED: Final = "a cache is copied, not converted"
 _EQUAL_IN_A_PAIR: Final = {"block_size": _COPIED, "dtype": _COPIED, "transport": "both ends move bytes in the same way"}
@@ -180,7 +182,7 @@ class _Planner:
             self._add(f"router.expected_workers={expected}", _OURS)
         router = self._load("router", "router")
         workers = [self._load(role, name, spec) for name, role, spec in specs]
-        known = [worker for worker in workers if worker is not None]
+        known = self._with_cautions([worker for worker in workers if worker is not None])
         self._check_models([router, *workers])
         self._check_pairs()
         self._check_replicas(launcher, [service for service in (*brokers, router, *known) if service is not None])
@@ -267,6 +269,16 @@ class _Planner:
         if role is not WorkerRole.MIXED:
             self._paired[name] = settings
         return problems_of(verdict)
+
+    def _with_cautions(self, workers: list[ServicePlan]) -> list[ServicePlan]:
+        """The workers with what is to be said of some because of the others."""
+        sides: list[dict[str, WorkerSettings]] = [
+            {worker.name: worker.settings.value for worker in workers if worker.role == role} for role in _PAIRED_ROLES
+        ]
+        for name, caution in lonely_drafts(*sides):
+            verdict = self._verdicts[name]
+            self._verdicts[name] = msgspec.structs.replace(verdict, cautions=(*verdict.cautions, caution))
+        return [msgspec.structs.replace(worker, verdict=self._verdicts.get(worker.name)) for worker in workers]
 
     def _check_models(self, services: list[ServicePlan | None]) -> None:
         models = {str(service.settings.value.model) for service in services if service is not None}

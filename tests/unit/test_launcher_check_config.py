@@ -105,6 +105,32 @@ def test_a_warning_says_how_to_roll_back() -> None:
     assert "to roll back set chunked_prefill=0" in told
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("--prefill", "--decode", "num_speculative_tokens=3", "--decode"),
+            {"decode-0": "it guesses nothing: no prefill worker computes the cache that its draft head goes on from"},
+        ),
+        (
+            ("--prefill", "num_speculative_tokens=3", "--decode", "num_speculative_tokens=3,drafter=ngram"),
+            {"prefill-0": "it computes the cache of a draft head with which no decode worker guesses"},
+        ),
+        (("--prefill", "num_speculative_tokens=1", "--prefill", "--decode", "num_speculative_tokens=3"), {}),
+        (("--prefill", "--decode", "num_speculative_tokens=3,drafter=ngram"), {}),
+        (("--mixed", "num_speculative_tokens=3"), {}),
+        (("--prefill", "--decode"), {}),
+    ],
+)
+def test_a_draft_head_that_stands_alone_is_warned_of(words: tuple[str, ...], told: dict[str, str]) -> None:
+    """A decode worker without anybody who computes its draft, or the other way round; such a mesh may start all the same."""
+    found = check(*words)
+    assert found.plan is not None
+    cautioned = {name: [each.text for each in verdict.cautions] for name, verdict in found.verdicts.items()}
+    assert {name: texts for name, texts in cautioned.items() if texts} == {name: [text] for name, text in told.items()}
+    assert [line.partition(":")[0] for line in cautions(found.plan)] == list(told)
+
+
 SAME: list[tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = [
     (
         {"num_blocks": 64, "decode": {"tp": 4, "dcp": 2}, "prefill": {"tp": 2}},
