@@ -34,8 +34,16 @@ def _role(name: str) -> str:
     return module.removeprefix("services.")
 
 
-def _settings(name: str) -> Any:
-    environ = {key: str(value) for key, value in SERVICES[name]["environment"].items()}
+def _settings(name: str, **variables: str) -> Any:
+    """What a service starts with; `variables` are those of whoever calls docker compose."""
+
+    def filled(match: re.Match[str]) -> str:
+        return variables.get(match["name"], match["default"])
+
+    given = SERVICES[name]["environment"]
+    environ = {
+        key: re.sub(r"\$\{(?P<name>\w+):-(?P<default>[^}]*)\}", filled, str(value)) for key, value in given.items()
+    }
     return load(settings_structs().by_role[_role(name)], role=_role(name), environ=environ).value
 
 
@@ -53,6 +61,14 @@ def _seconds(text: str) -> float:
 def test_every_setting_of_the_stack_is_known_and_legal(name: str) -> None:
     """A service starts with the variables that the file gives it: none is unknown, misspelled or out of its range."""
     assert _settings(name)
+
+
+def test_one_variable_lets_decode_guess_and_prefill_keep_what_for() -> None:
+    """Nothing is guessed without it; with it all workers, of either transport, are given the same depth."""
+    workers = [name for name in OURS if _role(name) in {"prefill", "decode"}]
+    assert len(workers) == 4
+    assert {_settings(name).num_speculative_tokens for name in workers} == {0}
+    assert {_settings(name, NUM_SPECULATIVE_TOKENS="3").num_speculative_tokens for name in workers} == {3}
 
 
 def test_an_unknown_setting_would_be_seen() -> None:
