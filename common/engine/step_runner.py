@@ -142,9 +142,9 @@ class StepRunner:
         """Guess for sequences whose draft another worker has handed over, behind the one token that they begin with."""
         failure: Exception | None = None
         try:
-            bound = [_find(item, sequences) for item in items]
             for item in items:
                 self._check_begin(item)
+            bound = [_find(item, sequences) for item in items]
         except Exception as error:  # noqa: BLE001 - one rank's failure becomes everybody's verdict
             failure = error
         self._agreement.agree(failure)

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from common.engine.draft_handoff import DraftHandoff
+from common.engine.port import EngineError
 from common.layout.bind import TokenChunk
 from common.layout.part_copies import PartCopies
 from common.layout.run_batch import Placed
@@ -33,6 +34,7 @@ STATES = (Role.CONV, Role.SSM)
 DECODE: dict[str, Any] = {"num_speculative_tokens": DEPTH, "num_staging_rows": 8}
 WORKERS: dict[str, dict[str, Any]] = {
     "mixed": {"tp": 1, "num_speculative_tokens": DEPTH},
+    "plain": {"tp": 2, "drafter": DrafterKind.NONE},
     "p1": {"tp": 1},
     "p2": {"tp": 2},
     "p2-whole": {"tp": 2, "mtp_draft_body_tp1": True},
@@ -99,7 +101,8 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     workers: dict[str, Worker] = {}
     try:
         for name, how in WORKERS.items():
-            workers[name] = await start_worker(name, FOLDER, sockets, drafter=DrafterKind.MTP, memories=memories, **how)
+            all_of_it = {"drafter": DrafterKind.MTP, **how}
+            workers[name] = await start_worker(name, FOLDER, sockets, memories=memories, **all_of_it)
         for source, destination in BYTE_PAIRS:
             here, there = workers[source], workers[destination]
             await link(here, there)
@@ -255,6 +258,30 @@ async def test_without_its_draft_s_cache_a_sequence_gets_no_guesses(world: World
     wanted = tokens_of(world.mixed)[-2:]
     for each, steps, tokens in zip(there, found, wanted, strict=True):
         assert [each.first_token, second[each.seq], *(token for (token,) in steps)][: len(tokens)] == tokens
+
+
+@pytest.mark.parametrize(
+    ("worker", "changes", "rule"),
+    [
+        ("d2", {"token_ids": (5, 6)}, "one token id behind a prompt"),
+        ("d2", {"num_tokens": DEPTH + 2}, f"1 to {DEPTH + 1} tokens"),
+        ("d2", {"token_ids": (1 << 20,)}, "token_ids: 1048576 is not allowed"),
+        ("d2", {"seq": 99}, "a bound sequence"),
+        ("plain", {}, "no draft's cache is kept here"),
+    ],
+    ids=["two tokens", "too many guesses", "no token", "nobody's", "no draft"],
+)
+async def test_what_cannot_be_gone_on_from_is_refused_by_all_ranks(
+    world: World, worker: str, changes: dict[str, Any], rule: str
+) -> None:
+    """Before anybody guesses: all say the same, and the engine goes on."""
+    values: dict[str, Any] = {"seq": 1, "start": 1, "num_tokens": 2, "token_ids": (5,), "sample": True}
+    item = StepItem(**(values | {"bootstrap": True} | changes))
+    async with world.session("p1", "d2") as session:
+        await session.reserve(PROMPTS[0])
+        with pytest.raises(EngineError, match=rule):
+            await world.workers[worker].group.step(StepPlan(step=1, items=(item,)))
+        assert len(await world.workers[worker].group.scan()) == WORKERS[worker]["tp"]
 
 
 async def test_the_bootstrap_of_another_slot_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ class ToyEngine:
         head = cast("MtpHead", ToyHead(tables))
         unused: Any = None
         self._depth = depth
+        self._drafter = MtpDrafter(head, geometry, agreement, device)
         self._runner = StepRunner(
             model=cast("Any", ToyModel(tables)),
             buffers=StepBuffers(geometry, max_tokens=BATCH * (depth + 1), max_sequences=BATCH, device=device),
@@ -108,7 +109,7 @@ class ToyEngine:
             collectives=None,
             pusher=unused,
             clock=SystemClock(),
-            drafter=MtpDrafter(head, geometry, agreement, device),
+            drafter=self._drafter,
             depth=depth,
         )
 
@@ -126,6 +127,8 @@ class ToyEngine:
                 sampling=SamplingParams(max_tokens=NUM_POSITIONS, seed=seed, temperature=1.0),
             )
             self._bound[seed] = BoundSequence(binding=binding, peer=None)
+            # Tables need no pair of what stands before the prompt token, and without any nothing would be guessed.
+            self._drafter.begin(seed, position, torch.zeros(2))
         return self._run(
             [
                 StepItem(seq=seed, start=position, num_tokens=1, token_ids=(token,), sample=True, last_chunk=True)

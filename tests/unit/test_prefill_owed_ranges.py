@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from common.layout.context_parallel import held_range
 from common.worker.core.parts import PushedParts
@@ -11,6 +12,8 @@ from contracts.manifest import Namespace, PlannedPart, Role
 from contracts.rank import PartPushed, PushOutcome
 from services.broker.core.ledger import Ledger
 from services.prefill.core.owed_ranges import owed_ranges
+
+DRAFT_ROLES = (Role.KEY, Role.VALUE, Role.BOOTSTRAP)
 
 
 def part(role: Role, dst_rank: int, dcp: int) -> PlannedPart:
@@ -49,6 +52,20 @@ def test_each_rank_of_a_group_is_owed_its_blocks(
     for each in parts:
         key = each.src_rank, each.namespace, each.role, each.layer, each.dst_rank
         assert ledger.owed(each) == (owed[key].ranges if key in owed else ())
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 2), (0, 16), (0, 17), (0, 40), (1, 40), (20, 40), (40, 40)])
+def test_a_draft_is_owed_from_its_first_pair_on(start: int, end: int) -> None:
+    """As the broker's ledger has it: no token 0, nothing of a prompt of one token but the bootstrap."""
+    parts = [replace(part(role, rank, 2), namespace=Namespace.DRAFT) for role in DRAFT_ROLES for rank in (0, 1)]
+    owed = owed_ranges(parts, start, end, 16)
+    ledger = Ledger.open(parts, num_cached_tokens=start, num_prompt_tokens=end, block_size=16)
+    assert sum(key[2] is Role.BOOTSTRAP for key in owed) == 2
+    for each in parts:
+        key = each.src_rank, each.namespace, each.role, each.layer, each.dst_rank
+        assert ledger.owed(each) == (owed[key].ranges if key in owed else ())
+    paged = sum(ranges.total for key, ranges in owed.items() if key[2] is Role.KEY)
+    assert paged == end - max(start, 1) if end > 1 else paged == 0
 
 
 def test_what_is_told_of_a_long_prompt_does_not_grow_with_its_blocks() -> None:
