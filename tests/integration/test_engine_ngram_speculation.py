@@ -16,7 +16,9 @@ DEPTH = 4
 REPEATED = tuple(range(300, 310)) * 12
 
 
-async def decode(tmp_path: Path, depth: int, *, tp: int, temperature: float, texts: list[tuple[int, ...]]) -> Run:
+async def decode(
+    tmp_path: Path, depth: int, *, tp: int, temperature: float, texts: list[tuple[int, ...]], dcp: int = 1
+) -> Run:
     """A run of an engine of its own."""
     sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=11, temperature=temperature, ignore_eos=True)
     messages = starts(
@@ -27,6 +29,7 @@ async def decode(tmp_path: Path, depth: int, *, tp: int, temperature: float, tex
         num_speculative_tokens=depth,
         worker_id=f"w{depth}-{tp}",
         num_blocks=160,
+        dcp=dcp,
     )
     async with asyncio.timeout(300), engine(messages, thread_launcher(tp)) as (group, _):
         return await generate(group, texts, depth, sampling)
@@ -40,6 +43,14 @@ async def test_looked_up_guesses_change_nothing_but_the_number_of_steps(
     texts = [*prompts(), REPEATED]
     plain = await decode(tmp_path, 0, tp=1, temperature=temperature, texts=texts)
     run = await decode(tmp_path, DEPTH, tp=tp, temperature=temperature, texts=texts)
+    assert run.outputs == plain.outputs
+    assert run.num_steps < plain.num_steps
+
+
+async def test_ranks_that_share_a_sequence_look_up_the_same(tmp_path: Path) -> None:
+    """Two and two of four ranks keep its blocks in turn, and all of them all of its tokens."""
+    texts = [REPEATED]
+    plain, run = [await decode(tmp_path, depth, tp=4, dcp=2, temperature=0.0, texts=texts) for depth in (0, DEPTH)]
     assert run.outputs == plain.outputs
     assert run.num_steps < plain.num_steps
 

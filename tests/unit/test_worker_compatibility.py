@@ -123,7 +123,6 @@ def broken(row: dict[str, Any]) -> set[Rule]:
         and (
             at.get("layerwise_kv_sharding")
             or at.get("device", "cpu") != "cpu"
-            or drafter != "mtp"
             or later
             or bool(at.get("graph_double_buffer"))
         ),

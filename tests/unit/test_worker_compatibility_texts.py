@@ -184,15 +184,6 @@ def settings(**values: Any) -> WorkerSettings:
             "0 with dcp=2: ranks that share the blocks of a sequence share the draft's heads too",
             "leave it out, or set dcp=1",
         ),
-        (
-            D,
-            {"tp": 4, "dcp": 2, "num_speculative_tokens": 1, "drafter": "ngram"},
-            Rule.DCP_VALIDATED,
-            "drafter",
-            "ngram",
-            "must be its default with dcp=2: this value has not been shown to work there",
-            "leave drafter out, or set dcp=1",
-        ),
         (P, {"graph": True}, Rule.NOT_BUILT, "graph", "1", "0: steps are computed as they come", "leave it out"),
         (
             M,

@@ -15,7 +15,6 @@ from common.worker.settings import WorkerSettings
 
 _ANY: Final = None
 _ON_CPU: Final[frozenset[object]] = frozenset({"cpu"})
-_OF_THE_MODEL: Final[frozenset[object]] = frozenset({"mtp"})
 
 WITH_DCP: Final[Mapping[str, frozenset[object] | None]] = {
     **dict.fromkeys(
@@ -41,13 +40,12 @@ WITH_DCP: Final[Mapping[str, frozenset[object] | None]] = {
             # How bytes and partial results travel.
             *("collectives", "transport", "transport_dir", "transport_host", "transport_advertise_host"),
             *("transfer", "pull", "parallel_shard_pull", "verify_cache"),
-            # Guesses: of the draft head, whose cache is cut like the model's. That it is not whole says a rule of its own.
-            *("num_speculative_tokens", "mtp_draft_body_tp1"),
+            # Guesses: the draft head's cache is cut like the model's (that it is not whole, says a rule of its own); look-ups need none.
+            *("num_speculative_tokens", "drafter", "mtp_draft_body_tp1"),
         ),
         _ANY,
     ),
     "device": _ON_CPU,
-    "drafter": _OF_THE_MODEL,
 }
 
 
