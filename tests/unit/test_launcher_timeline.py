@@ -103,6 +103,15 @@ def test_pushes_fold_into_one_row_a_rank() -> None:
     assert "rank pushed" not in rows
 
 
+def test_what_came_of_guesses_stands_at_the_release() -> None:
+    """Steps, and how many of the guesses that they verified were right; nothing of it where nothing was guessed."""
+    counts: dict[str, Any] = {"num_steps": 19, "num_drafted": 55, "num_accepted": 28, "accepted_at": (14, 9, 5)}
+    (row,) = build([_event(EventName.DECODE_RELEASED, 30, "broker", **counts)]).rows
+    assert row.detail == "19 steps, 28 of 55 guesses right"
+    (row,) = build([_event(EventName.DECODE_RELEASED, 30, "broker")]).rows
+    assert row.detail == ""
+
+
 def test_rank_summaries_count_where_parts_are_missing() -> None:
     """Without events of single parts the summaries of the ranks give bytes and parts."""
     events = [event for event in _story() if event.event is not EventName.PART_PUSHED]
