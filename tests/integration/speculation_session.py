@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from common.engine.port import StepResult
 from common.engine.rank_group import RankGroup
 from contracts.rank import StepItem, StepPlan
 from contracts.requests import SamplingParams
@@ -60,9 +61,22 @@ async def generate(
                 items.append(StepItem(seq=seq, start=start, num_tokens=1 + depth, sample=True))
         result = await group.step(StepPlan(step=run.num_steps, items=tuple(items)))
         run.num_steps += 1
-        run.lengths.update(Counter(token.seq for token in result.tokens).values())
+        counts = Counter(token.seq for token in result.tokens)
+        run.lengths.update(counts.values())
+        _check_counts(items, result, counts)
         for token in result.tokens:
             assert token.position == len(texts[token.seq]) + len(run.outputs[token.seq])
             run.outputs[token.seq].append(token.token_id)
     run.outputs = [output[:NUM_TOKENS] for output in run.outputs]
     return run
+
+
+def _check_counts(items: Sequence[StepItem], result: StepResult, counts: Counter[int]) -> None:
+    """What a step says of its guesses fits with its tokens: as many were verified as there was room for, at most, and as were right, at least."""
+    for item, num_drafts in zip(items, result.num_drafts or (0,) * len(items), strict=True):
+        if item.token_ids:
+            assert num_drafts == 0
+        else:
+            assert counts[item.seq] - 1 <= num_drafts <= item.num_tokens - 1
+    assert 0 <= result.draft_ns < result.ended_ns - result.started_ns
+    assert result.draft_ns > 0 or not result.num_drafts
