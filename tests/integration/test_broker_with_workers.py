@@ -16,9 +16,7 @@ from contracts import ids, subjects
 from contracts.codec import decode
 from contracts.handoff import HandoffRecord, HandoffState
 from contracts.pull import Transfer
-from contracts.requests import (
-    FinishReason,
-)
+from contracts.requests import DisaggregatedRoute, FinishReason
 from services.broker.settings import BrokerSettings
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
@@ -27,18 +25,28 @@ from tests.integration.whole_mesh import NUM_OUTPUT_TOKENS, Mesh, run_mesh
 PUSH: dict[str, Any] = {}
 STATES: dict[str, Any] = {"transfer": Transfer.PULL, "parallel_shard_pull": False}
 ALL: dict[str, Any] = {"transfer": Transfer.PULL, "pull": PulledRoles.ALL, "num_staging_rows": 3}
+GUESSING = {"num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize(
-    ("seed", "decode"),
-    [*((seed, PUSH) for seed in range(4)), (4, STATES), (6, STATES), (5, ALL), (7, ALL)],
+    ("seed", "decode", "everybody"),
+    [
+        *((seed, PUSH, {}) for seed in range(4)),
+        *((seed, STATES, {}) for seed in (4, 6)),
+        *((seed, ALL, {}) for seed in (5, 7)),
+        (8, PUSH, GUESSING),
+        (17, STATES, GUESSING),
+        (21, ALL, GUESSING),
+    ],
     ids=str,
 )
-def test_every_handoff_ends_and_all_memory_comes_back(seed: int, decode: dict[str, Any]) -> None:
+def test_every_handoff_ends_and_all_memory_comes_back(
+    seed: int, decode: dict[str, Any], everybody: dict[str, Any]
+) -> None:
     """Thirty requests over a bad bus, a third of them cancelled at some moment: all end, finished ones with the right tokens.
 
     One replica or two at prefill, one or two at decode, too few slots there for all at once: the broker need not know. Decode is
-    pushed to, or pulls the states, or everything.
+    pushed to, or pulls the states, or everything, with the cache of a draft head where all guess.
     """
     rng = random.Random(seed)
     faults = SeededFaults(rng, loss=0.1, repeat=0.1, max_delay_s=0.01, protected=(f"{subjects.PREFIX}.tok",))
@@ -65,6 +73,8 @@ def test_every_handoff_ends_and_all_memory_comes_back(seed: int, decode: dict[st
                 expected = [fake_token(number, position) for position in range(start, start + NUM_OUTPUT_TOKENS)]
                 assert mesh.text(handoff_id) == expected
                 assert {frame.finish_reason for frame in finals} == {FinishReason.LENGTH}
+                handed_over = isinstance(handoff.record.route, DisaggregatedRoute)
+                assert handoff.record.drafts == (handed_over and bool(everybody))
             else:
                 assert handoff.state is HandoffState.CANCELLED
                 assert cancel_after is not None
@@ -74,11 +84,18 @@ def test_every_handoff_ends_and_all_memory_comes_back(seed: int, decode: dict[st
         await mesh.clock.sleep(1.0)
         mesh.assert_empty()
 
-    run_mesh(scenario, {PrefillService: 1 + seed % 2, DecodeService: 1 + seed // 2 % 2}, decode)
+    dp = {PrefillService: 1 + seed % 2, DecodeService: 1 + seed // 2 % 2}
+    run_mesh(scenario, dp, decode, everybody=everybody)
 
 
-@pytest.mark.parametrize(("seed", "transfer"), [(0, PUSH), (1, PUSH), (2, STATES), (3, ALL)], ids=str)
-def test_every_handoff_goes_on_when_its_broker_dies(seed: int, transfer: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("seed", "transfer", "everybody"),
+    [(0, PUSH, {}), (1, PUSH, {}), (2, STATES, {}), (3, ALL, {}), (4, PUSH, GUESSING), (5, ALL, GUESSING)],
+    ids=str,
+)
+def test_every_handoff_goes_on_when_its_broker_dies(
+    seed: int, transfer: dict[str, Any], everybody: dict[str, Any]
+) -> None:
     """Five brokers die under thirty requests, at whatever moment: each request ends with all of its tokens, in its first attempt."""
     rng = random.Random(seed)
 
@@ -106,4 +123,5 @@ def test_every_handoff_goes_on_when_its_broker_dies(seed: int, transfer: dict[st
         await mesh.clock.sleep(1.0)
         mesh.assert_empty()
 
-    run_mesh(scenario, {PrefillService: 1 + seed % 2, DecodeService: 1 + seed // 2 % 2}, transfer)
+    dp = {PrefillService: 1 + seed % 2, DecodeService: 1 + seed // 2 % 2}
+    run_mesh(scenario, dp, transfer, everybody=everybody)
