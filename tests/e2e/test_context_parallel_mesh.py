@@ -35,7 +35,8 @@ DECODING: Final = tuple(PROMPTS[length] for length in (2, 15, 33, 65))
 INJECTED: Final = tuple(PROMPTS[length] for length in (400, 17, 600))
 """Two that take several steps each, and one that takes one."""
 NUM_DECODED, NUM_INJECTED = 96, 4
-NUM_ROUNDS, AT_ONCE, NUM_SOAKED = 20, 5, 256
+SOAKED: Final = (*DECODING, PROMPTS[129])
+NUM_ROUNDS, AT_ONCE, NUM_SOAKED = 20, len(SOAKED), 256
 
 
 class _Stream:
@@ -201,7 +202,7 @@ async def test_eight_ranks_in_groups_of_four_behind_two(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_twenty_rounds_of_long_answers_end_cleanly() -> None:
-    """In each round a mesh of its own: five requests of 256 tokens, twice, the second time beside a prompt in pieces.
+    """In each round a mesh of its own: five requests of 256 tokens at once, and a prompt in pieces that comes beside them.
 
     Every answer begins as the reference does, and is the same in every round; memory and descriptors are back after each, and
     the mesh ends with status 0 and leaves nothing.
@@ -211,19 +212,17 @@ async def test_twenty_rounds_of_long_answers_end_cleanly() -> None:
     for number in range(NUM_ROUNDS):
         began = clock.monotonic()
         async with _mixed(SHARED) as running:
-            streams = [_Stream(prompt, NUM_SOAKED) for prompt in (*DECODING, PROMPTS[129])]
-            assert len(streams) == AT_ONCE
-            await _all(running.probe, streams, AT_ONCE)
+            await _all(running.probe, [_Stream(prompt, NUM_INJECTED) for prompt in SOAKED], AT_ONCE)
             baseline = await running.probe.holdings()
             served = clock.monotonic()
-            again = [_Stream(prompt, NUM_SOAKED) for prompt in (*DECODING, PROMPTS[129])]
+            streams = [_Stream(prompt, NUM_SOAKED) for prompt in SOAKED]
             injected = _Stream(PROMPTS[600], NUM_INJECTED)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_all(running.probe, again, AT_ONCE))
-                await again[0].begun.wait()
+                group.create_task(_all(running.probe, streams, AT_ONCE))
+                await streams[0].begun.wait()
                 group.create_task(injected.run(running.probe))
             took = clock.monotonic() - served
-            for each in (*streams, *again, injected):
+            for each in (*streams, injected):
                 assert each.is_right
                 assert known.setdefault(len(each.prompt.token_ids), each.token_ids) == each.token_ids
             steps = await running.steps()
