@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 import pytest
 
 from common.bus.lease import Lease
 from common.bus.port import Subscription
 from common.worker.core.blocks import BlockPool, Reservation
+from common.worker.core.scheduler import Scheduler
+from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
 from common.worker.service import WorkerService
 from contracts.codec import decode
@@ -91,11 +94,33 @@ def believe_every_frame(patch: pytest.MonkeyPatch) -> None:
     """The router hands on what comes, also what came before."""
     inner = TokenOrder.accept
 
-    def accept(order: TokenOrder, frame: TokenFrame) -> Sequence[int]:
+    def accept(order: TokenOrder, frame: TokenFrame) -> Items[int]:
         inner(order, frame)
         return frame.token_ids
 
     patch.setattr(TokenOrder, "accept", accept)
+
+
+def forget_what_the_draft_goes_on_from(patch: pytest.MonkeyPatch) -> None:
+    """A decode worker begins as if nothing of the draft head had come."""
+    inner = Scheduler.start
+
+    def start(scheduler: Scheduler, sequence: Sequence) -> None:
+        sequence.bootstrap = False
+        inner(scheduler, sequence)
+
+    patch.setattr(Scheduler, "start", start)
+
+
+def guess_without_a_cache(patch: pytest.MonkeyPatch) -> None:
+    """A draft head guesses for every sequence, also where its cache has stayed behind."""
+    inner = Scheduler.start
+
+    def start(scheduler: Scheduler, sequence: Sequence) -> None:
+        sequence.is_guessed = True
+        inner(scheduler, sequence)
+
+    patch.setattr(Scheduler, "start", start)
 
 
 PLANTS: dict[str, tuple[Plant, str]] = {
@@ -106,5 +131,7 @@ PLANTS: dict[str, tuple[Plant, str]] = {
     "count instead of tiling": (count_instead_of_tiling, "I3"),
     "ask one rank of a group": (ask_one_rank_of_a_group, "I3"),
     "believe every frame": (believe_every_frame, "I4"),
+    "forget what the draft goes on from": (forget_what_the_draft_goes_on_from, "I3"),
+    "guess without a cache": (guess_without_a_cache, "I3"),
 }
 """Each fault, and the invariant that it breaks."""
