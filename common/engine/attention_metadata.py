@@ -96,6 +96,8 @@ class AttentionGeometry:
 
     def local_lengths(self, lengths: Ints) -> Ints:
         """Keys that this rank holds of the first `lengths` of a sequence (vectorised `local_length`)."""
+        if self.dcp_size == 1:
+            return lengths
         rounds, rest = np.divmod(lengths, self.block_size * self.dcp_size)
         local: Ints = rounds * self.block_size + np.clip(rest - self.dcp_rank * self.block_size, 0, self.block_size)
         return local
@@ -132,18 +134,23 @@ class AttentionGeometry:
 
     def _writes(self, sequences: Sequence[SequenceView]) -> tuple[torch.Tensor, torch.Tensor | None]:
         size, heads = self.block_size, self.num_kv_heads
-        rows, owned = [], []
+        firsts: list[int] = []  # where the first head of each token goes that is kept here
+        owned: list[int] = []
+        token = 0
         for view in sequences:
-            positions = np.arange(view.start, view.start + view.num_tokens)
-            blocks, offsets = np.divmod(positions, size)
-            mine = blocks % self.dcp_size == self.dcp_rank
-            local = np.asarray(view.block_ids, dtype=np.int64)[blocks[mine] // self.dcp_size]
-            rows.append(local[:, None] * (heads * size) + np.arange(heads) * size + offsets[mine, None])
-            owned.append(mine)
-        write_rows = torch.from_numpy(np.concatenate(rows).reshape(-1))
-        if self.dcp_size == 1:
-            return write_rows, None
-        return write_rows, torch.from_numpy(np.flatnonzero(np.concatenate(owned)))
+            at, end = view.start, view.start + view.num_tokens
+            while at < end:  # block by block: steps of decoding have few tokens, and prompts few blocks
+                block, offset = divmod(at, size)
+                count = min(size - offset, end - at)
+                if block % self.dcp_size == self.dcp_rank:
+                    first = view.block_ids[block // self.dcp_size] * heads * size + offset
+                    firsts.extend(range(first, first + count))
+                    owned.extend(range(token, token + count))
+                token += count
+                at += count
+        rows = np.array(firsts, dtype=np.int64)[:, None] + np.arange(heads) * size
+        write_rows = torch.from_numpy(rows.reshape(-1))
+        return write_rows, None if self.dcp_size == 1 else torch.tensor(owned, dtype=torch.int64)
 
     def _group(self, views: Sequence[SequenceView], *, first: int, skip: int, count: int) -> AttentionGroup:
         starts = np.array([view.start + skip for view in views], dtype=np.int64)
@@ -170,11 +177,14 @@ class AttentionGeometry:
         shortest = int(visible.min())
         if shortest < start + num_keys or low:
             # One row a query head of the KV head's group and query: heads outside, queries inside.
-            per_row = np.tile(visible, (1, self.num_query_heads // self.num_kv_heads if visible.shape[1] > 1 else 1))
-            seen = torch.from_numpy(per_row - start)[:, None]
+            repeats = self.num_query_heads // self.num_kv_heads if visible.shape[1] > 1 else 1
+            seen = torch.from_numpy(np.concatenate([visible - start] * repeats, axis=1))[:, None]
             keys = torch.arange(num_keys)
-            hidden = (keys >= seen[..., None]) | (keys < low)
-            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            # What all rows see, mostly nearly everything, is left as it is.
+            common = min(max(shortest - start, 0), num_keys)
+            mask = torch.zeros(*seen.shape, num_keys)
+            mask[..., common:].masked_fill_(keys[common:] >= seen[..., None], -torch.inf)
+            mask[..., :low] = -torch.inf
             empty = seen <= low if shortest <= start + low else None
             furthest = torch.from_numpy(visible.max(1) - start)
             if low or int(furthest.min()) < num_keys:
