@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from common.worker.settings import PulledRoles
+from contracts.dataplane import Transport
 from contracts.errors import ErrorCode
 from contracts.manifest import Namespace, Role
 from contracts.pull import Transfer
@@ -44,9 +45,9 @@ async def answer(world: RanksMesh, handoff: str, number: int) -> None:
     [
         {"cut": (1, 1)},
         {"cut": (4, 2), "transfer": Transfer.PULL, "pull": PulledRoles.ALL},
-        {"cut": (2, 1), "transfer": Transfer.PULL, "mtp_draft_body_tp1": True},
+        {"cut": (2, 1), "transfer": Transfer.PULL, "mtp_draft_body_tp1": True, "transport": Transport.TCP},
     ],
-    ids=["push", "pull all", "pull states"],
+    ids=["push", "pull all", "pull states over tcp"],
 )
 async def test_drafts_come_along_and_are_verified(tmp_path: Path, decode: dict[str, Any]) -> None:
     """P2 to other cuts: every byte of the draft's cache is moved one way or the other, and digested; some guesses are right."""

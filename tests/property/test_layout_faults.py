@@ -191,6 +191,23 @@ def test_a_state_that_is_taken_from_row_0_is_noticed(monkeypatch: pytest.MonkeyP
         Checker([pair]).check(source, destination)
 
 
+def test_a_bootstrap_that_is_lost_comes_twice_or_is_another_s_is_noticed() -> None:
+    """Every destination rank has one of its own; each fault touches one of them."""
+    shape = make_shape(layers="fl", kv=2, hk=2, hv=2, draft=1)
+    source, destination = Worker(shape, 2), Worker(shape, 2, name="decode-0")
+    made = link(source, destination).templates
+    (first, other) = (each for each in made if each.part.role is Role.BOOTSTRAP)
+    assert isinstance(first, SlotTemplate)
+    rest = [each for each in made if each is not first]
+    check(source, destination, [*rest, first])
+    twice = replace(first, part=replace(first.part, src_rank=other.part.src_rank))
+    for wrong in ([], [first, twice], [replace(first, dst_offset=first.dst_offset + first.dst_slot_stride)]):
+        with pytest.raises(AssertionError, match=NOT_ONCE):
+            check(source, destination, [*rest, *wrong])
+    with pytest.raises(AssertionError, match=DIFFERENT):
+        check(source, destination, [*rest, replace(first, src_offset=first.src_offset - first.src_slot_stride)])
+
+
 @pytest.mark.parametrize("keep", [slice(1, None), slice(None, -1)])
 def test_a_lost_or_doubled_copy_is_noticed(keep: slice) -> None:
     """One copy of the plan is missing, or made twice."""

@@ -23,7 +23,7 @@ NUM_ROWS = 3
 
 
 def shape(num_speculative_tokens: int) -> CacheShape:
-    """Heads that can be cut over every size; conv in 2 bytes, ssm in 4."""
+    """Heads that can be cut over every size; conv in 2 bytes, ssm in 4; a draft head, whose bootstrap is not staged."""
     return CacheShape(
         layer_types=(LayerType.LINEAR, LayerType.FULL, LayerType.LINEAR),
         num_kv_heads=24,
@@ -38,6 +38,8 @@ def shape(num_speculative_tokens: int) -> CacheShape:
         num_blocks=1,
         num_slots=3,
         num_speculative_tokens=num_speculative_tokens,
+        num_draft_layers=1,
+        hidden_size=5,
     )
 
 
@@ -63,15 +65,18 @@ def copy(runs: list[Run], local: bytearray, remote: bytearray, *, to_remote: boo
     "sizes", [(src, dst) for src in SIZES for dst in SIZES], ids=lambda sizes: f"{sizes[0]}-{sizes[1]}"
 )
 def test_reading_and_merging_is_a_direct_copy(sizes: tuple[int, int], num_speculative_tokens: int) -> None:
-    """For every pair of sizes: the row is filled without a gap, nothing but the row is touched before the merge, and the slot is right."""
-    dims = shape(num_speculative_tokens)
-    sources, destinations = maps(dims, sizes[0]), maps(dims, sizes[1], NUM_ROWS)
+    """For every pair of sizes: the row is filled without a gap, nothing but the row is touched before the merge, and the slot is right.
+
+    The source guesses nothing, and has a row of states where the destination has one for each guess more.
+    """
+    sources, destinations = maps(shape(0), sizes[0]), maps(shape(num_speculative_tokens), sizes[1], NUM_ROWS)
     noise = random.Random(sum(sizes))
     memories = [bytearray(noise.randbytes(each.nbytes)) for each in sources]
     compiled = plan(
-        [each.manifest(worker_id="p", incarnation="i", model="m") for each in sources],
-        [each.manifest(worker_id="d", incarnation="j", model="m") for each in destinations],
+        [each.manifest(worker_id="p", incarnation="i", model="m", draft="h") for each in sources],
+        [each.manifest(worker_id="d", incarnation="j", model="m", draft="h") for each in destinations],
     )
+    assert Role.BOOTSTRAP in {template.part.role for template in compiled.templates}
     for rank, there in enumerate(destinations):
         templates = compiled.templates_into(rank)
         states = StagedStates(templates)
@@ -91,7 +96,8 @@ def test_reading_and_merging_is_a_direct_copy(sizes: tuple[int, int], num_specul
             ]
             parts |= share
             for template in templates:
-                if isinstance(template, SlotTemplate) and template.part.src_rank == src_rank:
+                part = template.part
+                if isinstance(template, SlotTemplate) and part.role in STATES and part.src_rank == src_rank:
                     copy(list(bind_slot(template, 2, 1)), memory, wanted, to_remote=True)
         touched.sort()
         assert (touched[0][0], touched[-1][1]) == (base, base + states.row_bytes)
