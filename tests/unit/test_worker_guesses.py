@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.worker.core.blocks import BlockPool
+from common.worker.core.growth import Growth
 from common.worker.core.scheduler import Produced, Scheduler, StepLimits
 from common.worker.core.sequence import Sequence
 from contracts.rank import SampledToken, StepPlan
@@ -26,12 +27,18 @@ def prompt(seq: int, *, max_tokens: int) -> Sequence:
 
 
 def decoding(
-    *, depth: int = 3, max_tokens: int = 20, budget: int = 32, count: int = 1
+    *,
+    depth: int = 3,
+    max_tokens: int = 20,
+    budget: int = 32,
+    count: int = 1,
+    num_blocks: int = 128,
+    growth: Growth | None = None,
 ) -> tuple[Scheduler, list[Sequence]]:
-    """Sequences of five prompt tokens that have their first token."""
-    pool = BlockPool(num_blocks=128, num_slots=8, block_size=8)
+    """Sequences of five prompt tokens that have their first token, in a pool of blocks of eight."""
+    pool = BlockPool(num_blocks=num_blocks, num_slots=8, block_size=8)
     limits = StepLimits(max_step_tokens=budget, prefill_chunk_tokens=16, num_speculative_tokens=depth)
-    scheduler = Scheduler(pool, limits)
+    scheduler = Scheduler(pool, limits, growth)
     sequences = []
     for seq in range(count):
         sequence = prompt(seq, max_tokens=max_tokens)
@@ -89,6 +96,41 @@ def test_a_given_token_comes_alone() -> None:
     sequence.pending_is_sampled = False
     (item,) = plan_of(scheduler).items
     assert (item.num_tokens, item.token_ids) == (1, (7,))
+
+
+@pytest.mark.parametrize("found", [[8], [8, 9, 10]])
+def test_behind_what_a_draft_has_left_the_given_token_is_guessed_for(found: list[int]) -> None:
+    """The step names its token, and guesses behind it; the next one is like any other."""
+    scheduler, (sequence,) = decoding()
+    sequence.pending_is_sampled, sequence.bootstrap = False, True
+    plan = plan_of(scheduler)
+    (item,) = plan.items
+    assert (item.bootstrap, item.num_tokens, item.token_ids) == (True, 4, (7,))
+    tokens = [SampledToken(seq=0, position=6 + at, token_id=token) for at, token in enumerate(found)]
+    assert scheduler.apply(plan, tokens)[0].token_ids == tuple(found)
+    assert (sequence.num_computed, sequence.pending_token) == (5 + len(found), found[-1])
+    (item,) = plan_of(scheduler).items
+    assert (item.bootstrap, item.start, item.num_tokens, item.token_ids) == (False, 5 + len(found), 4, ())
+
+
+def test_one_that_nobody_guesses_for_has_a_token_a_step() -> None:
+    """Whatever the depth, and though it lives beside others that are guessed for."""
+    scheduler, (first, _) = decoding(count=2)
+    first.is_guessed = False
+    assert [item.num_tokens for item in plan_of(scheduler).items] == [1, 4]
+
+
+@pytest.mark.parametrize(("num_blocks", "extended", "num_tokens"), [(3, ((1,),), 4), (2, (), 3)])
+def test_memory_for_guesses_comes_before_it_is_short(
+    num_blocks: int, extended: tuple[tuple[int, ...], ...], num_tokens: int
+) -> None:
+    """Room for the token and two of three guesses: one more block, if nobody has that one kept for its next token."""
+    growth = Growth(reserve_output_tokens=1, step_blocks=1)
+    scheduler, _ = decoding(num_blocks=num_blocks, growth=growth)
+    assert scheduler.next_victim(0) is None
+    assert tuple(extension.block_ids for extension in scheduler.grow()) == extended
+    assert scheduler.grow() == ()
+    assert plan_of(scheduler).items[0].num_tokens == num_tokens
 
 
 def test_guesses_take_no_place_of_other_sequences() -> None:
