@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -36,6 +37,8 @@ INJECTED: Final = tuple(PROMPTS[length] for length in (400, 17, 600))
 """Two that take several steps each, and one that takes one."""
 NUM_DECODED, NUM_INJECTED = 96, 4
 SOAKED: Final = (*DECODING, PROMPTS[129])
+_ANSWER_S: Final = 300.0
+"""Long answers of many processes take their time on a busy machine."""
 NUM_ROUNDS, AT_ONCE, NUM_SOAKED = 20, len(SOAKED), 256
 
 
@@ -54,7 +57,8 @@ class _Stream:
         """Read to the end."""
         body = {"model": "tiny", "prompt": self.prompt.token_ids, "max_tokens": self.max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True} | self.fields
-        async with probe.http.post(f"{probe.url}/v1/completions", json=body) as response:
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        async with probe.http.post(f"{probe.url}/v1/completions", json=body, timeout=timeout) as response:
             assert response.status == 200, await response.text()
             async for line in response.content:
                 data = line.removeprefix(b"data: ").strip()
