@@ -181,9 +181,17 @@ def _not_built(case: _Case) -> Iterator[Refusal]:
         yield _refuse(case, Rule.DEVICE, "device", f"one of {', '.join(DEVICES)}", "leave it out")
     for key, (only, instead) in _LATER.items():
         if getattr(case.settings, key) != only:
-            yield _refuse(case, Rule.NOT_BUILT, key, f"{_shown(only)}: {instead}", "leave it out")
+            yield _refuse(
+                case,
+                Rule.NOT_BUILT,
+                key,
+                f"must be {_shown(only)}, nothing else is built yet: {instead}",
+                "leave it out",
+            )
     if case.settings.graph_double_buffer:
-        text = "0: a step is told what the one before has chosen, so that no two of them can be under way at once"
+        text = (
+            "must be 0: a step is told what the one before has chosen, so that no two of them can be under way at once"
+        )
         yield _refuse(case, Rule.DOUBLE_BUFFER, "graph_double_buffer", text, "leave it out")
 
 
