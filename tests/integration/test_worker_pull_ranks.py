@@ -40,7 +40,8 @@ async def test_what_is_pulled_gives_the_reference_tokens(
     async with ranks_mesh(tmp_path, transport=transport, transfer=Transfer.PULL, pull=pull) as world:
         mesh = world.mesh
         told: list[HandoffEvent] = []
-        await mesh.follow(f"{subjects.PREFIX}.ev.decode.>", lambda data: told.append(decode(data, HandoffEvent)))
+        shard_events = f"{subjects.PREFIX}.ev.decode.*.{EventName.SHARD_PULLED}"
+        await mesh.follow(shard_events, lambda data: told.append(decode(data, HandoffEvent)))
         for number, prompt in enumerate(PROMPTS):
             handoff, parallel = f"r{number}-0", number % 2 == 0
             change = SetWorker(key="parallel_shard_pull", value=str(int(parallel)))

@@ -46,7 +46,10 @@ def world() -> Iterator[World]:
     made = World()
     yield made
     made.puller.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("puller-")]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("puller-")]
+    for thread in left:  # one that found nothing left to do is on its way out
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in left)
 
 
 def test_shards_are_read_side_by_side(world: World) -> None:
