@@ -55,20 +55,29 @@ def test_links_are_a_table_with_reasons_between_its_lines() -> None:
         worker("decode-2"),
     ]
     links = [
-        link("prefill-0", "decode-0", topology="tp2 -> tp1", transport="shm", num_parts=1234, token_bytes=5678),
+        link(
+            "prefill-0",
+            "decode-0",
+            topology="tp2 -> tp1",
+            transport="shm",
+            num_parts=1234,
+            token_bytes=5678,
+            why_no_drafts="none at the decode worker",
+        ),
         link("prefill-0", "decode-2", "2030-01-01T10:20:30+02:00", state=LinkState.MEETING, reason="no answer"),
         link(
             "prefill-8", "decode-9", state=LinkState.REFUSED, num_failures=3, reason="dtypes differ", state_bytes=9012
         ),
     ]
     assert render_links(links, workers).splitlines() == [
-        "prefill    decode    state    since                      topology    transport  parts  bytes/token  state bytes",
-        "prefill-0  decode-0  linked   2030-01-01T10:20:30Z       tp2 -> tp1  shm        1,234        5,678",
+        "prefill    decode    state    since                      topology    transport  drafts  parts  bytes/token  state bytes",
+        "prefill-0  decode-0  linked   2030-01-01T10:20:30Z       tp2 -> tp1  shm        no      1,234        5,678",
+        "    no drafts come along: none at the decode worker",
         "prefill-0  decode-1  none",
         "    prefill-0 and decode-1 drains",
         "prefill-0  decode-2  meeting  2030-01-01T10:20:30+02:00",
         "    no answer",
-        "prefill-8  decode-9  refused  2030-01-01T10:20:30Z                                                        9,012",
+        "prefill-8  decode-9  refused  2030-01-01T10:20:30Z                                                                9,012",
         "    prefill-8 is gone; decode-9 is gone; dtypes differ",
     ]
 
@@ -83,7 +92,8 @@ def test_failures_are_counted_only_of_a_pair_that_still_meets() -> None:
 def test_a_table_without_pairs_is_its_head() -> None:
     """Nobody to link."""
     assert render_links([], [worker("decode-0")]).split() == [
-        *["prefill", "decode", "state", "since", "topology", "transport", "parts", "bytes/token", "state", "bytes"]
+        *("prefill", "decode", "state", "since", "topology", "transport"),
+        *("drafts", "parts", "bytes/token", "state", "bytes"),
     ]
 
 

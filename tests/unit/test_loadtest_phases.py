@@ -181,11 +181,11 @@ def test_the_ideal_of_a_draft_head_begins_with_the_second_token(
     source_tp: int, destination_tp: int, dcp: int, num_tokens: int
 ) -> None:
     """Pairs stand at their second token: with blocks spread over a group, the rank of the first block holds one less."""
-    shape = msgspec.structs.replace(_SMALL_SHAPE, num_draft_layers=1)
+    shape = msgspec.structs.replace(_SMALL_SHAPE, num_draft_layers=1, hidden_size=48)
     source, destination = (
         [
             lay_out(shape, Coordinates(tp_rank=rank, tp_size=tp, dcp_rank=rank % width, dcp_size=width)).manifest(
-                worker_id=name, incarnation="i", model="m"
+                worker_id=name, incarnation="i", model="m", draft="d"
             )
             for rank in range(tp)
         ]
