@@ -1,4 +1,4 @@
-"""Decode as a pure machine: the real pool and table, what lies in which block, and the answers to what comes."""
+"""Decode as a pure machine: the real pool and table, and the answers to what comes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ def name_of(request: int) -> str:
 
 @dataclass
 class DecodeModel:
-    """One start of decode. `content` says which parts lie in which block: (block, source rank, destination rank, whose)."""
+    """One start of decode. What lies in a request's memory its life knows: a request has memory once at most."""
 
     incarnation: str
     pool: BlockPool
     table: HandoffTable = field(default_factory=HandoffTable)
     memory: dict[str, Reservation] = field(default_factory=dict)
     started: frozenset[str] = frozenset()
-    content: frozenset[tuple[int, int, int, str]] = frozenset()
 
     @classmethod
     def start(cls, incarnation: str, num_blocks: int) -> DecodeModel:
@@ -54,14 +53,14 @@ class DecodeModel:
             setattr(pool, name, copy.copy(getattr(pool, name)))
         for name in ("_by_handoff", "_by_seq", "_tombstones"):
             setattr(table, name, copy.copy(getattr(table, name)))
-        return DecodeModel(self.incarnation, pool, table, dict(self.memory), self.started, self.content)
+        return DecodeModel(self.incarnation, pool, table, dict(self.memory), self.started)
 
     def key(self) -> tuple[object, ...]:
         """What makes two of them the same."""
         held = tuple(sorted((name, each.generation, each.block_ids, each.slot) for name, each in self.memory.items()))
         pool = (tuple(self.pool._free_blocks), tuple(self.pool._free_slots), self.pool.held, self.pool._generation)
         buried = tuple(name for name in map(name_of, range(_MAX_REQUESTS)) if self.table.is_buried(name))
-        return (self.incarnation, held, pool, buried, self.started, self.content)
+        return (self.incarnation, held, pool, buried, self.started)
 
     def swapped(self) -> DecodeModel:
         """The same with the two requests in each other's place."""
@@ -69,7 +68,6 @@ class DecodeModel:
         after = self.copy()
         after.memory = {there[name]: each for name, each in self.memory.items()}
         after.started = frozenset(map(there.__getitem__, self.started))
-        after.content = frozenset((*place, there[name]) for *place, name in self.content)  # type: ignore[misc]  # three numbers
         after.table = HandoffTable()
         for name in self.memory:
             after.table.add(_sequence(after.table, there[name]))
@@ -80,14 +78,14 @@ class DecodeModel:
 
     # What comes. Each changes this model, and returns what goes on its way for the request.
 
-    def obey(self, request: int, item: Item, *, num_parts: int) -> tuple[Item, ...]:
-        """A command, or the end of a request's decoding."""
+    def obey(self, request: int, item: Item, *, is_whole: bool) -> tuple[Item, ...]:
+        """A command, or the end of a request's decoding. `is_whole`: every part of its cache has landed."""
         name = name_of(request)
         match item:
             case Command(effect=fx.AskReserve(message=reserve)):
                 return self._reserve(name, reserve)
             case Command(effect=fx.AskCommit(message=commit)):
-                return self._commit(name, commit, num_parts)
+                return self._commit(name, commit, is_whole=is_whole)
             case Command(effect=fx.AskRelease()):
                 self._free(name)
                 return (Told(event=ev.ReleaseSettled(at_ns=0, role=WorkerRole.DECODE, acknowledged=True)),)
@@ -97,13 +95,12 @@ class DecodeModel:
                 raise AssertionError(item)
 
     def land(self, request: int, write: Write, *, checks: bool) -> bool:
-        """Bytes land if the cells still hold the grant's generation; say whether. They must be whose the memory is."""
+        """Bytes land if the cells still hold the grant's generation; say whether. They must be whose the memory is. Changes nothing."""
         name, grant = name_of(request), write.grant
         if checks and self.is_stale(request, write):
             return False
         owners = {other for other, each in self.memory.items() if set(each.block_ids) & set(grant.block_ids)}
         assert owners == {name}, f"I2: {name} wrote into memory of {sorted(owners) or 'nobody'}"
-        self.content |= {(grant.block_ids[0], write.source, write.destination, name)}
         return True
 
     def is_stale(self, request: int, write: Write) -> bool:
@@ -138,7 +135,7 @@ class DecodeModel:
         answer = Reserved(handoff_id=HANDOFF, grant=grant, num_cached_tokens=0, prepare_ms=0.0)
         return (Told(event=ev.DecodeReserved(at_ns=0, answer=answer, rpc_ms=0.0)),)
 
-    def _commit(self, name: str, command: CommitHandoff, num_parts: int) -> tuple[Item, ...]:
+    def _commit(self, name: str, command: CommitHandoff, *, is_whole: bool) -> tuple[Item, ...]:
         mine = msgspec.structs.replace(command, handoff_id=name)
         error = refuse_command(mine, incarnation=self.incarnation, table=self.table)
         memory = self.memory.get(name)
@@ -151,8 +148,7 @@ class DecodeModel:
         accepted = Told(event=ev.CommitAccepted(at_ns=0, rpc_ms=0.0))
         if name in self.started:
             return (accepted,)
-        there = [each for each in self.content if each[0] == memory.block_ids[0] and each[3] == name]
-        assert len(there) == num_parts, "I3: decode begins with a part missing"
+        assert is_whole, "I3: decode begins with a part missing"
         self.started |= {name}
         over = TakenOver(
             handoff_id=HANDOFF, incarnation=self.incarnation, prepare_ms=0, enqueue_ms=0, total_ms=0, first_step_ns=0
@@ -175,7 +171,6 @@ class DecodeModel:
         if memory is not None:
             self.pool.next_generation()
             self.pool.release(memory)
-            self.content = frozenset(each for each in self.content if each[3] != name)
 
 
 def _sequence(table: HandoffTable, name: str) -> Sequence:

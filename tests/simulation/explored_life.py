@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.handoff import PartDone, PartsReport, PrefillFinished, RunPrefill
 from contracts.manifest import Namespace, PlannedPart, Role
@@ -28,6 +30,7 @@ from tests.simulation.explored_items import (
     Write,
     meets_decode,
 )
+from tests.simulation.explored_ranks import RankSymmetry
 
 _WHILE_OPEN = (ev.AskRefused, ev.PartsReported, ev.PrefillEnded, ev.CancelRequested, ev.WorkerGone)
 """Events that mean nothing to a handoff that has ended."""
@@ -54,8 +57,12 @@ class Lives:
         self.items: Numbers[Item] = Numbers()
         self.handoffs: Numbers[Handoff] = Numbers()
         self.lives: Numbers[Life] = Numbers()
-        self._steps: dict[tuple[int, ev.Event], tuple[Handoff, tuple[fx.Effect, ...]]] = {}
+        self._steps: dict[tuple[int, ev.Event], tuple[int, tuple[fx.Effect, ...]]] = {}
         self._alone: dict[int, tuple[int, ...]] = {}
+        self._symmetry = RankSymmetry(num_ranks)
+        self._handoff_images: dict[int, tuple[int, ...]] = {}
+        self._item_images: dict[tuple[int, int], int] = {}
+        self._least: dict[int, int] = {}
         self.planned = tuple(
             PlannedPart(namespace=Namespace.TARGET, role=Role.KEY, layer=0, src_rank=source, dst_rank=destination)
             for source in range(num_ranks)
@@ -66,8 +73,10 @@ class Lives:
     def first(self, *, may_repeat: bool, cancels: bool) -> int:
         """A request that has just been submitted. If it `cancels`, its client leaves at some moment."""
         handoff, effects = begin(_submitted(self.planned), Policy())
+        number = self.handoffs.of(handoff)
+        self._handoff_images[number] = (number,) * len(self._symmetry)  # nothing has been told of any rank
         leaves = Told(event=ev.CancelRequested(at_ns=0, reason="the client left"))
-        life = Life(handoff=self.handoffs.of(handoff), bag=(), may_repeat=may_repeat)
+        life = Life(handoff=number, bag=(), may_repeat=may_repeat)
         if cancels:
             life = self._put(life, leaves)
         return self.lives.of(self._perform(life, effects))
@@ -147,10 +156,35 @@ class Lives:
     def drop_all_but_one(self, life: int, stale: Callable[[Write], bool]) -> int:
         """The life without writes that can only be refused: what one of them does, the others do not do again."""
         before = self.lives[life]
-        useless = [number for number in before.bag if isinstance(w := self.items[number], Write) and stale(w)]
-        if not before.is_stopped and not before.has_failed:
-            useless = useless[1:]
-        return self.lives.of(before._replace(bag=tuple(each for each in before.bag if each not in useless)))
+        useless = {number: w for number in before.bag if isinstance(w := self.items[number], Write) and stale(w)}
+        bag = {number for number in before.bag if number not in useless}
+        if useless and not before.is_stopped and not before.has_failed:
+            one = next(iter(useless.values()))  # which ranks it is of does not matter any more
+            bag.add(self.items.of(msgspec.structs.replace(one, source=0, destination=0)))
+        return self.lives.of(before._replace(bag=tuple(sorted(bag))))
+
+    def least(self, life: int) -> int:
+        """Of all lives that differ only in which rank is which, the one with the lowest number."""
+        if life not in self._least:
+            alike = [self._image(life, way) for way in range(len(self._symmetry))]
+            self._least |= dict.fromkeys(alike, min(alike))
+        return self._least[life]
+
+    def _image(self, life: int, way: int) -> int:
+        before = self.lives[life]
+        return self.lives.of(
+            before._replace(
+                handoff=self._handoff_images[before.handoff][way],
+                bag=tuple(sorted(self._item_image(number, way) for number in before.bag)),
+                landed=self._symmetry.pairs(way, before.landed),
+            )
+        )
+
+    def _item_image(self, number: int, way: int) -> int:
+        key = (number, way)
+        if key not in self._item_images:
+            self._item_images[key] = self.items.of(self._symmetry.item(way, self.items[number]))
+        return self._item_images[key]
 
     def hears_of_crash(self, life: int) -> int:
         """The life with the news on its way that decode is gone."""
@@ -184,16 +218,30 @@ class Lives:
 
     def _step(self, life: Life, event: ev.Event) -> Life:
         after, effects = self._stepped(life.handoff, event)
-        life = self._perform(life._replace(handoff=self.handoffs.of(after)), effects)
+        life = self._perform(life._replace(handoff=after), effects)
         # What says nothing any more, whenever it comes, need not come: one order of it is enough.
         bag = tuple(number for number in life.bag if not self._says_nothing(life, self.items[number]))
         return life._replace(bag=bag)
 
-    def _stepped(self, handoff: int, event: ev.Event) -> tuple[Handoff, tuple[fx.Effect, ...]]:
-        key = (handoff, event)
-        if key not in self._steps:
-            self._steps[key] = step(self.handoffs[handoff], event)
-        return self._steps[key]
+    def _stepped(self, handoff: int, event: ev.Event) -> tuple[int, tuple[fx.Effect, ...]]:
+        if (handoff, event) not in self._steps:
+            self._step_all_alike(handoff, event)
+        return self._steps[handoff, event]
+
+    def _step_all_alike(self, handoff: int, event: ev.Event) -> None:
+        """Step with the ranks in every place that they can have: the broker's core must not care."""
+        ways = range(len(self._symmetry))
+        afters = []
+        for way in ways:
+            key = (self._handoff_images[handoff][way], self._symmetry.event(way, event))
+            if key not in self._steps:
+                after, effects = step(self.handoffs[key[0]], key[1])
+                self._steps[key] = self.handoffs.of(after), effects
+            afters.append(self._steps[key][0])
+        for way in ways:
+            images = tuple(afters[self._symmetry.then(way, other)] for other in ways)
+            known = self._handoff_images.setdefault(afters[way], images)
+            assert known == images, "ranks that change places are not alike to the broker"
 
     def _perform(self, life: Life, effects: tuple[fx.Effect, ...]) -> Life:
         written: list[ev.Event] = []
@@ -221,14 +269,24 @@ class Lives:
         return life._replace(bag=tuple(sorted({*life.bag, self.items.of(item)})))
 
     def _says_nothing(self, life: Life, item: Item) -> bool:
-        """Whether a request has ended, and an event changes and asks for nothing, now and later."""
+        """Whether an event changes and asks for nothing, now and later."""
         handoff = self.handoffs[life.handoff]
-        if not isinstance(item, Told) or not handoff.terminal:
+        if not isinstance(item, Told):
             return False
+        if not handoff.terminal:
+            return _is_outdated(handoff, item.event)
         if not handoff.forgotten and not isinstance(item.event, _WHILE_OPEN):
             return False
         after, effects = self._stepped(life.handoff, item.event)
-        return not effects and self.handoffs.of(after) == life.handoff
+        return not effects and after == life.handoff
+
+
+def _is_outdated(handoff: Handoff, event: ev.Event) -> bool:
+    """Whether a later report of the same rank, which says all of this and more, has come before."""
+    if not isinstance(event, ev.PartsReported) or handoff.ledger is None:
+        return False
+    known = handoff.ledger.report_of((event.report.transfer, event.report.source_rank))
+    return known is not None and event.report.revision <= known.revision
 
 
 def _submitted(planned: tuple[PlannedPart, ...]) -> ev.Submitted:

@@ -5,13 +5,16 @@ land when the bag gives them. Everything that is on its way may come in any orde
 twice (of the second would be the same with other names), and once decode dies. No message is lost for ever: at the end, when
 the bags are empty, everything must be over and given back.
 
-Three things keep the worlds few, and no invariant is lost by them:
+Five things keep the worlds few, and no invariant is lost by them:
 
-- Two requests are alike: of two worlds that differ only in which one is which, one is enough.
+- Two requests are alike: of two worlds that differ only in which one is which, one is enough. So are the ranks of a side.
 - Requests meet at decode alone. Where all that is on its way for one of them comes to its broker or to its prefill, nothing that
-  happens to the other one can matter to it, or it to that: those items come first. That holds once decode cannot die any more;
-  before, its death may come to any request.
+  happens to the other one can matter to it, or it to that: those items come first. Each request still gets into every state
+  that it can get into, beside one state of the other.
+- When decode has died, requests do not meet any more: all that they ask of the next start is refused, which gives nobody memory.
+  So each goes on in a world of its own, and only how far it was counts. Hence also a death may come where items come first.
 - Of writes under a grant that is over each can only be refused, and prefill fails once: one of them is enough.
+- A report that comes behind a later one of its rank says nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from contracts.handoff import HandoffState
 from tests.simulation.explored_decode import DecodeModel
 from tests.simulation.explored_items import Numbers, Write
 from tests.simulation.explored_life import Life, Lives
+
+_MAX_LIVES: Final = 1 << 22
+_NEXT_START: Final = "id2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +51,30 @@ class Scenario:
 
 
 class World(NamedTuple):
-    """Everything at one moment, by numbers: the life of each request, and decode."""
+    """Everything at one moment, by numbers: the life of each request, and decode. A request that decode's death left has one of its own."""
 
     lives: tuple[int, ...]
     decode: int
     may_crash: bool
+
+    @property
+    def packed(self) -> int:
+        """The world as one number: millions of them fit into memory."""
+        number = self.decode
+        for life in self.lives:
+            assert life < _MAX_LIVES
+            number = number * _MAX_LIVES + life
+        return (number << 1 | self.may_crash) << 1 | (len(self.lives) - 1)
+
+    @classmethod
+    def unpacked(cls, number: int) -> World:
+        """The world that a number stands for."""
+        num_lives, may_crash, number = (number & 1) + 1, bool(number >> 1 & 1), number >> 2
+        lives: tuple[int, ...] = ()
+        for _ in range(num_lives):
+            number, life = divmod(number, _MAX_LIVES)
+            lives = (life, *lives)
+        return cls(lives, number, may_crash)
 
 
 class Explored:
@@ -77,7 +102,7 @@ class Explored:
     def successors(self, world: World) -> Iterator[World]:
         """Every world that can be next: something in a bag comes, and may come again once."""
         requests = range(len(world.lives))
-        if self.scenario.reduces and not world.may_crash:
+        if self.scenario.reduces:
             for request in requests:
                 life = world.lives[request]
                 alone = self._lives.alone(life)
@@ -87,8 +112,10 @@ class Explored:
         for request in requests:
             yield from self._of(world, request)
         if world.may_crash:
-            gone = self._number(DecodeModel.start("id2", self.scenario.num_blocks))
-            yield self._canonical(World(tuple(map(self._lives.hears_of_crash, world.lives)), gone, may_crash=False))
+            gone = self._number(DecodeModel.start(_NEXT_START, self.scenario.num_blocks))
+            lives = tuple(map(self._lives.hears_of_crash, world.lives))
+            for each in ((life,) for life in lives) if self.scenario.reduces else (lives,):
+                yield self._canonical(World(each, gone, may_crash=False))
 
     def is_over(self, world: World) -> bool:
         """Whether nothing is on its way."""
@@ -132,11 +159,13 @@ class Explored:
         item, model = self._lives.items[number], self._models[decode].copy()
         if isinstance(item, Write):
             lands = model.land(request, item, checks=self.scenario.checks)
-            after = self._lives.land(life, item) if lands else self._lives.fail(life)
-        else:
-            items = model.obey(request, item, num_parts=len(self._lives.planned))
-            after = self._lives.with_items(life, items)
+            return (self._lives.land(life, item) if lands else self._lives.fail(life)), decode
+        items = model.obey(request, item, is_whole=len(life.landed) == len(self._lives.planned))
+        after = self._lives.with_items(life, items)
         model.pool.check_integrity()
+        assert model.incarnation != _NEXT_START or not model.memory, (
+            "a request of the dead start has memory of the next one"
+        )
         return after, self._number(model)
 
     def _number(self, model: DecodeModel) -> int:
@@ -157,6 +186,7 @@ class Explored:
         if self.scenario.checks:
             lives = [self._settled(request, life, world.decode) for request, life in enumerate(world.lives)]
             world = world._replace(lives=tuple(lives))
+        world = world._replace(lives=tuple(map(self._lives.least, world.lives)))
         if len(world.lives) == 1:
             return world
         first, second = world.lives

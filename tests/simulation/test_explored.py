@@ -7,26 +7,28 @@ import dataclasses
 import pytest
 
 from contracts.handoff import HandoffState
+from contracts.pull import Transfer
 from services.broker.core.ledger import Ledger
 from services.broker.core.turn import Turn
-from tests.simulation.explored_world import Explored, Scenario
+from tests.simulation.explored_world import Explored, Scenario, World
 
 
 def visit(scenario: Scenario) -> tuple[int, set[frozenset[HandoffState]]]:
     """Visit every world that can be reached; returns how many, and how requests have ended together."""
     explored = Explored(scenario)
-    first = explored.first()
+    first = explored.first().packed  # a number takes a quarter of the memory of what it stands for
     seen, waiting = {first}, [first]
     ends = set()
     while waiting:
-        world = waiting.pop()
+        world = World.unpacked(waiting.pop())
         if explored.is_over(world):
             explored.check_end(world)
             ends.add(frozenset(explored.states(world)))
         for after in explored.successors(world):
-            if after not in seen:
-                seen.add(after)
-                waiting.append(after)
+            number = after.packed
+            if number not in seen:
+                seen.add(number)
+                waiting.append(number)
     return len(seen), ends
 
 
@@ -69,21 +71,25 @@ def two(
 @pytest.mark.parametrize(
     ("scenario", "at_least"),
     [
-        pytest.param(one(num_ranks=2), 500, id="two ranks"),
+        pytest.param(one(num_ranks=2), 150, id="two ranks"),
         pytest.param(one(cancels=True), 500, id="the client leaves"),
         pytest.param(one(may_crash=True), 1_000, id="decode dies"),
         pytest.param(one(may_repeat=True), 500, id="something comes twice"),
         pytest.param(two(num_blocks=1), 1_000, id="two want one block"),
         pytest.param(two(num_blocks=2), 5_000, id="two have room"),
+        pytest.param(two(num_blocks=1, may_crash=True), 4_000, id="two want one, and it dies"),
+        pytest.param(two(num_blocks=1, num_ranks=2), 2_000, id="two of two ranks want one"),
         pytest.param(one(cancels=True, may_crash=True), 1_000, id="both", marks=pytest.mark.long),
         pytest.param(one(may_repeat=True, may_crash=True), 1_000, id="twice and dead", marks=pytest.mark.long),
-        pytest.param(one(num_ranks=2, may_repeat=True), 10_000, id="two ranks, twice", marks=pytest.mark.long),
-        pytest.param(one(num_ranks=2, may_crash=True), 15_000, id="two ranks die", marks=pytest.mark.long),
+        pytest.param(one(num_ranks=2, may_repeat=True), 2_000, id="two ranks, twice", marks=pytest.mark.long),
+        pytest.param(one(num_ranks=2, may_crash=True), 7_000, id="two ranks die", marks=pytest.mark.long),
+        pytest.param(two(num_blocks=1, may_repeat=True), 50_000, id="two want one, twice", marks=pytest.mark.long),
         pytest.param(
-            two(num_blocks=1, may_crash=True), 500_000, id="two want one, and it dies", marks=pytest.mark.long
+            two(num_blocks=1, num_ranks=2, may_crash=True, may_repeat=True),
+            200_000,
+            id="two of two ranks want one, twice, and it dies",
+            marks=pytest.mark.long,
         ),
-        pytest.param(two(num_blocks=1, num_ranks=2), 10_000, id="two of two ranks want one", marks=pytest.mark.long),
-        pytest.param(two(num_blocks=1, may_repeat=True), 5_000, id="two want one, twice", marks=pytest.mark.long),
     ],
 )
 def test_every_order_ends_well(scenario: Scenario, at_least: int) -> None:
@@ -117,6 +123,13 @@ def test_the_explorer_sees_an_open_ledger(monkeypatch: pytest.MonkeyPatch) -> No
     """A planted fault: with a ledger that is always closed decode begins with a part missing."""
     monkeypatch.setattr(Ledger, "closed", property(lambda _ledger: True))
     with pytest.raises(AssertionError, match="I3"):
+        explore(one(num_ranks=2))
+
+
+def test_the_explorer_sees_a_broker_that_prefers_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: one source rank's word is taken for all. What treats ranks as alike must not hide it."""
+    monkeypatch.setattr(Ledger, "closed", property(lambda ledger: (Transfer.PUSH, 1) in ledger.closed_sources))
+    with pytest.raises(AssertionError, match="are not alike to the broker"):
         explore(one(num_ranks=2))
 
 
