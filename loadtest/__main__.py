@@ -108,7 +108,7 @@ async def _run(settings: MeshSettings, report: Report, command: str, say: Say) -
                 case DcpSettings():
                     await run_dcp(settings, report, clock, say)
                 case SpeculateSettings():
-                    await run_speculate(settings, report, say)
+                    await run_speculate(settings, report, clock, say)
                 case LoadSettings() if command == "contract":
                     await run_contract(settings, report, clock, say)
                 case LoadSettings():

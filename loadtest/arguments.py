@@ -281,6 +281,9 @@ def _add_speculate(command: argparse.ArgumentParser) -> None:
     _integer(command, "--output-tokens", "num_output_tokens", 96, "tokens of each answer")
     _integer(command, "--passes", "num_passes", 10, "passes by themselves in each round and case")
     _integer(command, "--rounds", "num_rounds", 5, "rounds; the depths take turns in each")
+    _integer(command, "--mesh-depth", "mesh_depth", 3, "guesses a step of meshes; none is measured beside them")
+    _integer(command, "--requests", "num_requests", 8, "requests to each mesh in each round; 0: no meshes")
+    _seconds(command, "--request-timeout", "request_timeout_s", 120.0)
     _seconds(command, "--time-limit", "time_limit_s", 1800.0)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from common.runtime.clock import Clock
 from loadtest.handoff import Say
 from loadtest.remote_process import Closable, Process, Remote
 from loadtest.report import Report
@@ -15,11 +16,13 @@ from loadtest.rounds import orders
 from loadtest.settings import SpeculateSettings
 from loadtest.speculate_figures import (
     Case,
+    Speed,
     add_couplings,
     report_couplings,
     report_speculation,
     speculate_figures,
 )
+from loadtest.speculate_meshes import run_speculate_meshes
 from loadtest.speculate_times import Coupling, PassTimes, RunTimes
 
 _COUPLED_DEPTH: Final = 3
@@ -37,15 +40,19 @@ _BEGINNINGS: Final = (
 """Texts of the kind that the shipped model has seen: guesses at what follows random tokens tell of nothing."""
 
 
-async def run_speculate(settings: SpeculateSettings, report: Report, say: Say) -> None:
-    """Measure, and fill the report. Raises PdmeshError when the rank fails."""
-    await asyncio.to_thread(measure, settings, report, say)
-
-
-def measure(settings: SpeculateSettings, report: Report, say: Say) -> None:
-    """All depths, batches and temperatures, in rounds in which the depths take turns. Blocks."""
-    depths = (0, *settings.depths)
+async def run_speculate(settings: SpeculateSettings, report: Report, clock: Clock, say: Say) -> None:
+    """Measure, and fill the report. Raises PdmeshError when the rank or a mesh fails."""
     prompts = _prompts(settings)
+    speeds = await asyncio.to_thread(measure, settings, prompts, report, say)
+    if settings.num_requests:
+        await run_speculate_meshes(settings, prompts, speeds, report, clock, say)
+
+
+def measure(
+    settings: SpeculateSettings, prompts: tuple[tuple[int, ...], ...], report: Report, say: Say
+) -> tuple[Speed, ...]:
+    """All depths, batches and temperatures of one rank, in rounds in which the depths take turns. Blocks."""
+    depths = (0, *settings.depths)
     longest = max(map(len, prompts)) + settings.num_output_tokens + 2 * (max(depths) + 1)
     runs: dict[Case, list[RunTimes]] = defaultdict(list)
     passes: dict[Case, list[PassTimes]] = defaultdict(list)
@@ -70,11 +77,12 @@ def measure(settings: SpeculateSettings, report: Report, say: Say) -> None:
                         passes[case].extend(rank.ask("passes", *asked))
             say(f"round {number} of {settings.num_rounds}: {len(cases)} cases")
         figures = [speculate_figures(case, runs[case], passes[case], runs[_without_guesses(case)]) for case in cases]
-        report_speculation(report, figures)
+        speeds = report_speculation(report, figures)
         for temperature in settings.temperatures:
             if temperature:
                 texts = runs[Case(temperature=temperature, batch=most, depth=0)][0].texts
                 report_couplings(report, temperature, _couplings(rank, prompts, texts, max(depths), temperature))
+    return speeds
 
 
 def speculating_ranks(*arguments: Any) -> Closable:

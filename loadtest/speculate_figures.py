@@ -52,6 +52,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     case: Case
+    tokens_per_turn: float
     measured: float
     measured_by_clock: float
     possible: float
@@ -98,14 +99,15 @@ def speed_of(plain: SpeculateFigures, guessing: SpeculateFigures) -> Speed:
     cost = guessing.verify_us + guessing.case.depth * guessing.draft_us
     return Speed(
         case=guessing.case,
+        tokens_per_turn=guessing.tokens_per_turn,
         measured=plain.token_cpu_us.p50 / guessing.token_cpu_us.p50,
         measured_by_clock=plain.token_us.p50 / guessing.token_us.p50,
         possible=guessing.tokens_per_turn * plain.decode_us / cost,
     )
 
 
-def report_speculation(report: Report, figures: Sequence[SpeculateFigures]) -> None:
-    """A table of all cases, and an aim for each that guesses."""
+def report_speculation(report: Report, figures: Sequence[SpeculateFigures]) -> tuple[Speed, ...]:
+    """A table of all cases, and an aim for each that guesses; returns how fast these are."""
     plain = {(each.case.temperature, each.case.batch): each for each in figures if not each.case.depth}
     rows, speeds = [], []
     for each in figures:
@@ -154,6 +156,7 @@ def report_speculation(report: Report, figures: Sequence[SpeculateFigures]) -> N
     report.add(Table(title=title, header=header, rows=tuple(rows), num_names=3))
     report.put("speculation", tuple(figures))
     report.put("speeds", tuple(speeds))
+    return tuple(speeds)
 
 
 def report_couplings(report: Report, temperature: float, found: Sequence[Coupling]) -> None:

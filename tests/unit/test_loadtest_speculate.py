@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from contracts.errors import InvalidValueError
+from contracts.events import EventName, HandoffEvent
 from loadtest.arguments import parser
+from loadtest.client import Sample
 from loadtest.report import Machine, Report
-from loadtest.settings import SpeculateSettings
+from loadtest.settings import PD_MODE, SpeculateSettings
 from loadtest.speculate_couplings import by_one_number, by_rejection, by_shared_race, coupling_of
 from loadtest.speculate_figures import (
     Case,
@@ -19,6 +23,7 @@ from loadtest.speculate_figures import (
     speculate_figures,
     speed_of,
 )
+from loadtest.speculate_meshes import MIXED, MeshFigures, mesh_figures, mesh_spec, report_meshes
 from loadtest.speculate_times import Coupling, PassTimes, RunTimes, Spent
 from tests.property.race_cells import agreement
 
@@ -114,6 +119,83 @@ def test_ways_of_drawing_are_told_by_place() -> None:
     assert "\n1 4 50.0% 75.0% 37.5% 0.67\n" in _squeezed(report)
 
 
+def _sample(token_ids: tuple[int, ...], ms: int) -> Sample:
+    """An answer whose tokens after the first came `ms` apart."""
+    token_ns = tuple(1_000_000 * ms * at for at in range(len(token_ids)))
+    return Sample(
+        mode="m",
+        round=0,
+        place=0,
+        num_prompt_tokens=3,
+        sent_ns=0,
+        done_ns=1,
+        token_ids=token_ids,
+        token_ns=token_ns,
+    )
+
+
+def _end(num_steps: int, accepted_at: tuple[int, ...], num_drafted: int) -> HandoffEvent:
+    return HandoffEvent(
+        event=EventName.REQUEST_FINISHED,
+        service="broker",
+        instance="b",
+        handoff_id="h",
+        request_id="r",
+        at="",
+        at_ns=1,
+        num_steps=num_steps,
+        num_drafted=num_drafted,
+        num_accepted=sum(accepted_at),
+        accepted_at=accepted_at,
+    )
+
+
+def _meshes(*, pair_right: int = 3, answer: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)) -> list[MeshFigures]:
+    """Seven tokens 12 ms apart without guesses, 6 ms with two of them a step: three steps behind the first token."""
+    plain, text = [_sample((1, 2, 3, 4, 5, 6, 7), 12)], [_sample(answer, 6)]
+    found = [
+        mesh_figures(MIXED, 0, plain, []),
+        mesh_figures(MIXED, 2, text, [_end(4, (2, 1), 6)]),
+        mesh_figures(PD_MODE, 0, plain, []),
+        mesh_figures(PD_MODE, 2, text, [_end(3, (2, pair_right - 2), 6)]),
+    ]
+    return [each for each in found if each is not None]
+
+
+def test_meshes_are_told_with_their_aims() -> None:
+    """Two tokens a step of both kinds; 1.2 times is possible with 2.4 of them, so 1.0 with two, and there is twice as much."""
+    plain, guessing = _figures(900)
+    report = _report()
+    report_meshes(report, _meshes(), [speed_of(plain, guessing)])
+    text = _squeezed(report)
+    for kind in (MIXED, PD_MODE):
+        assert f"\n{kind} 2 6.00 6.00 2.00 0.67 0.33 50.0% 2.00 1 of 1\n" in text
+        assert f"\n{kind} 0 12.00 12.00 1.00 - - - 1 of 1\n" in text
+        assert f"\nspeed of {kind} at depth 2 200% of 1.00 times; wanted 85% met\n" in text
+    assert f"\nguesses of {PD_MODE} as of {MIXED}, depth 2 3 of 6, and 3 of 6 met\n" in text
+
+
+def test_other_answers_and_other_guesses_miss_their_aims() -> None:
+    """Of a pair that guesses less, and of a token that differs."""
+    report = _report()
+    report_meshes(report, _meshes(pair_right=2), [])
+    assert f"guesses of {PD_MODE} as of {MIXED}, depth 2 2 of 6, and 3 of 6 missed\n" in _squeezed(report)
+    other = _report()
+    report_meshes(other, _meshes(answer=(1, 2, 3, 4, 5, 6, 8)), [])
+    assert f"answers of {MIXED} at depth 2 0 of 1 missed\n" in _squeezed(other)
+
+
+def test_a_pair_keeps_the_draft_on_both_sides(tmp_path: Path) -> None:
+    """Without guesses no worker has a draft."""
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    settings = _settings("--model", str(tmp_path))
+    assert mesh_spec(settings, PD_MODE, 3).workers == (
+        ("prefill", "tp=1,num_speculative_tokens=3"),
+        ("decode", "tp=1,num_speculative_tokens=3"),
+    )
+    assert mesh_spec(settings, MIXED, 0).workers == (("mixed", "tp=1"),)
+
+
 def _settings(*argv: str) -> SpeculateSettings:
     values = vars(parser().parse_args(["speculate", *argv]))
     del values["command"], values["json"]
@@ -133,6 +215,10 @@ def _settings(*argv: str) -> SpeculateSettings:
         (["--output-tokens", "401"], "output_tokens"),
         (["--passes", "0"], "passes"),
         (["--rounds", "0"], "rounds"),
+        (["--mesh-depth", "4"], "mesh_depth"),
+        (["--depths", "1"], "mesh_depth"),
+        (["--requests", "-1"], "requests"),
+        (["--request-timeout", "0"], "request_timeout_s"),
         (["--model", "/nowhere"], "model"),
         (["--time-limit", "0"], "time_limit_s"),
     ],

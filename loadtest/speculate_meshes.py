@@ -1,0 +1,207 @@
+"""`speculate` on running meshes: what guesses gain where a client sees it, behind a handoff and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from common.bus.port import Bus
+from common.runtime.clock import Clock, Deadline
+from contracts.errors import PdmeshError
+from contracts.events import HandoffEvent
+from loadtest.client import Prompt, Sample
+from loadtest.handoff import Say, running
+from loadtest.mesh import Mesh, MeshSpec
+from loadtest.report import Report, Table, number, percent
+from loadtest.rounds import Load, Target, run_rounds
+from loadtest.settings import PD_MODE, SpeculateSettings
+from loadtest.speculate_figures import SPEED_AIM, Speed
+from loadtest.statistics import Spread, ratio, spread
+from services.launcher.bus import with_bus
+from services.launcher.stream import read_all
+
+MIXED: Final = "mixed"
+_KINDS: Final = (MIXED, PD_MODE)
+_SETTLE_S: Final = 10.0
+_POLL_S: Final = 0.3
+_SHOWN_ERRORS: Final = 5
+
+
+class MeshFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients and events of one mesh told: `num_steps` decode steps for all tokens but the first of each answer.
+
+    `right` counts guesses by place, of `num_drafted` in all.
+    """
+
+    kind: str
+    depth: int
+    token_ms: Spread
+    num_tokens: int
+    num_steps: int
+    num_drafted: int
+    right: tuple[int, ...]
+    answers: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_right(self) -> int:
+        """Guesses that were right."""
+        return sum(self.right)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """What a step gave a request."""
+        return self.num_tokens / self.num_steps
+
+
+async def run_speculate_meshes(  # noqa: PLR0917 - the one call of a command
+    settings: SpeculateSettings,
+    prompts: Sequence[tuple[int, ...]],
+    speeds: Sequence[Speed],
+    report: Report,
+    clock: Clock,
+    say: Say,
+) -> None:
+    """Four meshes, with and without guesses, in rounds in which they take turns. `speeds` are those that the engine showed."""
+    depths = (0, settings.mesh_depth)
+    specs = [mesh_spec(settings, kind, depth) for kind in _KINDS for depth in depths]
+    asked = [
+        Prompt(token_ids=prompts[place % len(prompts)], num_output_tokens=settings.num_output_tokens, seed=place)
+        for place in range(settings.num_requests)
+    ]
+    load = Load(num_rounds=settings.num_rounds, concurrency=1, timeout_s=settings.request_timeout_s)
+    async with running(specs, clock, say) as meshes:
+        targets = [Target(mode=mesh.spec.mode, url=mesh.url, mesh=mesh) for mesh in meshes]
+        samples = await run_rounds(targets, asked, load, warm_up=asked[:1], clock=clock, say=say)
+        found = [
+            await _figures(
+                mesh, kind, depth, [each for each in samples if each.mode == mesh.spec.mode], report, clock, say
+            )
+            for mesh, (kind, depth) in zip(meshes, [(kind, depth) for kind in _KINDS for depth in depths], strict=True)
+        ]
+    report_meshes(report, [each for each in found if each is not None], speeds)
+
+
+def mesh_spec(settings: SpeculateSettings, kind: str, depth: int) -> MeshSpec:
+    """One worker that does it all, or a pair; both of a pair keep the draft's cache."""
+    roles = ("mixed",) if kind == MIXED else ("prefill", "decode")
+    guessing = f",num_speculative_tokens={depth}" if depth else ""
+    workers = tuple((role, f"tp=1{guessing}") for role in roles)
+    return MeshSpec(mode=f"{kind}, depth {depth}", model=settings.model, workers=workers)
+
+
+async def _figures(  # noqa: PLR0917 - one mesh
+    mesh: Mesh, kind: str, depth: int, samples: Sequence[Sample], report: Report, clock: Clock, say: Say
+) -> MeshFigures | None:
+    failed = [sample.error for sample in samples if sample.error]
+    for error in failed[:_SHOWN_ERRORS]:
+        report.fail(f"{mesh.spec.mode}: {error}")
+    good = [sample for sample in samples if not sample.error]
+    told = await _ends(mesh, good, clock, say) if depth else []
+    if depth and len(told) != len(good):
+        report.fail(f"{mesh.spec.mode}: events tell of the guesses of {len(told)} requests of {len(good)}")
+        return None
+    return mesh_figures(kind, depth, good, told)
+
+
+def mesh_figures(kind: str, depth: int, samples: Sequence[Sample], told: Sequence[HandoffEvent]) -> MeshFigures | None:
+    """Sum up the answers of a mesh, and what its events say of guesses; None without an answer."""
+    token_ms = spread([each.inter_token_ms for each in samples if each.inter_token_ms is not None])
+    if token_ms is None:
+        return None
+    num_tokens = sum(len(each.token_ids) - 1 for each in samples)
+    # A mixed worker counts the step that gave the first token; a pair's decode worker has not seen it.
+    firsts = len(told) if kind == MIXED else 0
+    places = max((len(each.accepted_at) for each in told), default=0)
+    return MeshFigures(
+        kind=kind,
+        depth=depth,
+        token_ms=token_ms,
+        num_tokens=num_tokens,
+        num_steps=sum(each.num_steps or 0 for each in told) - firsts if depth else num_tokens,
+        num_drafted=sum(each.num_drafted or 0 for each in told),
+        right=tuple(
+            sum(each.accepted_at[place] for each in told if place < len(each.accepted_at)) for place in range(places)
+        ),
+        answers=tuple(each.token_ids for each in samples),
+    )
+
+
+async def _ends(mesh: Mesh, samples: Sequence[Sample], clock: Clock, say: Say) -> list[HandoffEvent]:
+    """The events that tell of guesses, of requests since the first of `samples`. They come in the background: waits for the last."""
+    if not samples:
+        return []
+    began_ns = min(sample.sent_ns for sample in samples)
+
+    async def read(bus: Bus) -> list[HandoffEvent]:
+        deadline = Deadline.after(clock, _SETTLE_S)
+        while True:
+            events = (await read_all(bus)).events
+            told = [event for event in events if event.num_steps is not None and event.at_ns >= began_ns]
+            if deadline.passed or len(told) >= len(samples):
+                return told
+            await clock.sleep(_POLL_S)
+
+    return await with_bus(mesh.nats_url, read, say=say)
+
+
+def report_meshes(report: Report, found: Sequence[MeshFigures], speeds: Sequence[Speed]) -> None:
+    """A table, and aims: speed beside what the engine's passes allow, answers as without guesses, and guesses alike in both kinds."""
+    by_name = {(each.kind, each.depth): each for each in found}
+    rows = []
+    for each in found:
+        plain = by_name.get((each.kind, 0))
+        if plain is None:
+            raise PdmeshError(f"nothing was measured of {each.kind} without guesses")
+        measured = plain.token_ms.p50 / each.token_ms.p50
+        equal = sum(one == other for one, other in zip(each.answers, plain.answers, strict=False))
+        rows.append(
+            (
+                each.kind,
+                str(each.depth),
+                number(each.token_ms.p50),
+                number(each.token_ms.p99),
+                number(each.tokens_per_step),
+                " ".join(f"{count / each.num_steps:.2f}" for count in each.right) or "-",
+                percent(ratio(each.num_right, each.num_drafted), 1),
+                number(measured) if each.depth else "-",
+                f"{equal} of {len(each.answers)}",
+            )
+        )
+        if not each.depth:
+            continue
+        report.aim(
+            f"answers of {each.kind} at depth {each.depth}",
+            f"{equal} of {len(each.answers)}",
+            met=equal == len(each.answers),
+        )
+        allowed = [
+            speed
+            for speed in speeds
+            if (speed.case.temperature, speed.case.batch, speed.case.depth) == (0, 1, each.depth)
+        ]
+        for speed in allowed:
+            # Per step, so that prompts of other texts with other guesses do not count.
+            possible = speed.possible / speed.tokens_per_turn * each.tokens_per_step
+            shown = f"{percent(measured / possible, 0)} of {possible:.2f} times; wanted {SPEED_AIM:.0%}"
+            report.aim(f"speed of {each.kind} at depth {each.depth}", shown, met=measured / possible >= SPEED_AIM)
+    for depth in {each.depth for each in found if each.depth}:
+        pair, mixed = by_name.get((PD_MODE, depth)), by_name.get((MIXED, depth))
+        if pair is not None and mixed is not None:
+            alike = (pair.right, pair.num_drafted) == (mixed.right, mixed.num_drafted)
+            shown = f"{pair.num_right} of {pair.num_drafted}, and {mixed.num_right} of {mixed.num_drafted}"
+            report.aim(f"guesses of {PD_MODE} as of {MIXED}, depth {depth}", shown, met=alike)
+    header = (
+        "mesh",
+        "depth",
+        "ms a token p50",
+        "p99",
+        "tokens a step",
+        "right a step, by place",
+        "right of all",
+        "times faster",
+        "same answers",
+    )
+    report.add(Table(title="meshes, as their clients see them", header=header, rows=tuple(rows), num_names=2))
+    report.put("meshes", tuple(found))
