@@ -164,8 +164,8 @@ async def hand_over(
     """Prefill all prompts at the source, push, and decode `num_tokens` tokens of each at the destination, as one batch."""
     sampling = SamplingParams(max_tokens=num_tokens, seed=1, temperature=0.0, ignore_eos=True)
     seqs = range(1, len(prompts) + 1)
-    there = _layout(prompts, destination, num_tokens, spread=spread)
-    here = _layout(prompts, source, 0, spread=1)
+    there = memory_for(prompts, destination, num_tokens, spread=spread)
+    here = memory_for(prompts, source, 0, spread=1)
     for seq, prompt in zip(seqs, prompts, strict=True):
         reservation, own = there[seq - 1], here[seq - 1]
         await destination.group.bind(
@@ -193,9 +193,9 @@ async def hand_over(
             )
         )
     first: dict[int, int] = {}
-    for items in _prefill_steps(prompts):
+    for items in prefill_steps(prompts):
         first |= await source.run(items)
-    await _ledger_closed(source, destination, prompts)
+    await ledger_closed(source, destination, prompts)
     outputs = [[first[seq]] for seq in seqs]
     for position in range(num_tokens - 1):
         given = {seq: (first[seq],) if position == 0 else () for seq in seqs}
@@ -224,7 +224,7 @@ def owed_by(part: PlannedPart, start: int, end: int) -> RangeSet:
     return RangeSet.of((place, place + 1) for place, token in enumerate(kept) if token >= start)
 
 
-def _layout(prompts: Sequence[tuple[int, ...]], worker: Worker, extra: int, *, spread: int) -> list[Grant]:
+def memory_for(prompts: Sequence[tuple[int, ...]], worker: Worker, extra: int, *, spread: int) -> list[Grant]:
     """Memory for each prompt.
 
     With `spread` above 1 the blocks of a sequence are not adjacent, so that copies cannot merge by luck; with 0 they lie anywhere.
@@ -250,7 +250,7 @@ def _layout(prompts: Sequence[tuple[int, ...]], worker: Worker, extra: int, *, s
     return grants
 
 
-def _prefill_steps(prompts: Sequence[tuple[int, ...]]) -> Iterator[list[StepItem]]:
+def prefill_steps(prompts: Sequence[tuple[int, ...]]) -> Iterator[list[StepItem]]:
     """Steps of at most `BUDGET` tokens, at most `CHUNK` of one prompt: two prompts or more share most steps."""
     done = [0] * len(prompts)
     while any(at < len(prompt) for at, prompt in zip(done, prompts, strict=True)):
@@ -277,7 +277,7 @@ def _prefill_steps(prompts: Sequence[tuple[int, ...]]) -> Iterator[list[StepItem
         yield items
 
 
-async def _ledger_closed(source: Worker, destination: Worker, prompts: Sequence[tuple[int, ...]]) -> None:
+async def ledger_closed(source: Worker, destination: Worker, prompts: Sequence[tuple[int, ...]]) -> None:
     """Read reports of pushes until every planned part of every prompt tiles exactly what it owes."""
     planned = source.plans[destination.name].parts
     owed: dict[tuple[str, PartKey], RangeSet] = {}
