@@ -27,7 +27,7 @@ def settings(**changes: Any) -> WorkerSettings:
     [
         ({}, (), 0),
         ({"transfer": Transfer.PULL}, STATES, 8),
-        ({"transfer": Transfer.PULL, "pull": PulledRoles.ALL}, (Role.KEY, Role.VALUE, *STATES), 8),
+        ({"transfer": Transfer.PULL, "pull": PulledRoles.ALL}, (Role.KEY, Role.VALUE, *STATES, Role.BOOTSTRAP), 8),
         ({"transfer": Transfer.PULL, "num_staging_rows": 3}, STATES, 3),
     ],
 )
