@@ -144,10 +144,9 @@ def _round(cache: torch.Tensor, rows: DeltaTokens, each: Round) -> torch.Tensor:
     size, count = len(each.slots), each.num_tokens
     begin = cache[each.slot_index, 0 if each.state_rows is None else each.state_rows]
     state = begin.flatten(0, 1)
-    by_token = DeltaTokens(*(part.view(size, count, *part.shape[1:]).transpose(0, 1) for part in rows))
+    by_token = (part.view(size, count, *part.shape[1:]).transpose(0, 1).flatten(1, 2).unbind() for part in rows)
     outputs = []
-    for t in range(count):
-        now = DeltaTokens(*(part[t].flatten(0, 1) for part in by_token))
-        outputs.append(step_rule(now, state))
+    for t, now in enumerate(zip(*by_token, strict=True)):
+        outputs.append(step_rule(DeltaTokens(*now), state))
         cache[:, t].index_copy_(0, each.slot_index, state.view_as(begin))
     return torch.stack(outputs).view(count, size, -1, outputs[0].shape[-1]).transpose(0, 1).flatten(0, 1)
