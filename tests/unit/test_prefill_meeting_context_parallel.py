@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from services.prefill.meeting import MetPeer, compare
 replace = msgspec.structs.replace
 
 
-def manifests(worker_id: str, tp: int, dcp: int = 1, **sizes: int) -> list[RankManifest]:
+def manifests(worker_id: str, tp: int, dcp: int = 1, **sizes: Any) -> list[RankManifest]:
     """The ranks of a worker of fake engines."""
     shape = fake_shape(num_blocks=8, num_slots=2, **sizes)
     places = [Coordinates(tp_rank=rank, tp_size=tp, dcp_rank=rank % dcp, dcp_size=dcp) for rank in range(tp)]
