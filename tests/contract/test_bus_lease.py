@@ -7,7 +7,7 @@ import asyncio
 import itertools
 from unittest.mock import Mock
 
-from common.bus.lease import Lease
+from common.bus.lease import Lease, fence_of_holder
 from common.bus.port import BucketConfig, Bus
 from common.bus.server import NatsServer
 from common.runtime.clock import SystemClock
@@ -15,12 +15,13 @@ from contracts.leases import LeaseValue
 from tests.contract.bus_world import NatsWorld, soon, until, value_of
 
 TTL_S = 2.0
+CONFIG = BucketConfig(name="LEASES", ttl_s=TTL_S)
 _starts = itertools.count()
 
 
 async def candidate(bus: Bus) -> Lease:
     """One who wants the lease."""
-    bucket = await bus.ensure_bucket(BucketConfig(name="LEASES", ttl_s=TTL_S))
+    bucket = await bus.ensure_bucket(CONFIG)
     name = f"start-{next(_starts)}"
     return Lease(bucket, SystemClock(), Mock(), key="broker.0", value=LeaseValue(holder="b", start=name), ttl_s=TTL_S)
 
@@ -47,6 +48,7 @@ async def test_a_lease_is_kept_over_many_ttls_and_passes_on_when_its_holder_is_g
         waiting = tasks.create_task(second.acquire(), name="wait")
         await until(lambda: value_of(held(first) is not None and last_revision(first) >= term.revision + 5))
         assert not waiting.done()  # more than a ttl has passed
+        assert await fence_of_holder(await two.ensure_bucket(CONFIG), "broker.0") == term.fence
         keeping.cancel()
         following = await soon(waiting)
         assert held(first) is None

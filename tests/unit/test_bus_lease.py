@@ -8,12 +8,13 @@ import pytest
 
 from common.bus.errors import BusTimeout
 from common.bus.faults import SeededFaults
-from common.bus.lease import Lease
+from common.bus.lease import Lease, fence_of_holder
 from common.bus.lease_term import Term, fence_of
 from common.bus.memory import MemoryServer
 from common.bus.port import Bucket, BucketConfig
 from common.runtime.clock import Clock
 from common.runtime.virtual_time import VirtualClock, run_virtual
+from contracts.errors import CodecError
 from contracts.leases import LeaseValue
 
 TTL_S = 10.0
@@ -122,6 +123,32 @@ def test_one_holds_and_the_other_one_follows_when_it_is_given_back() -> None:
             following = await waiting
         assert clock.monotonic() - released_at <= 0.1 * TTL_S + 1e-6
         assert following.fence > term.fence
+
+    run_virtual(main)
+
+
+def test_the_lease_shows_the_fence_of_its_term_from_its_first_write_on() -> None:
+    """Before the first renewal and after each; in a second term of the same start, too; nothing when nobody holds it."""
+
+    async def main(clock: VirtualClock) -> None:
+        bucket = await MemoryServer(clock).connect().ensure_bucket(CONFIG)
+        holder = lease(bucket, clock, "holder")
+        assert await fence_of_holder(bucket, "broker.0") is None
+        fences = []
+        for _ in range(2):  # the second time the value of the first term is still there
+            term = await holder.acquire()
+            fences.append(term.fence)
+            assert await fence_of_holder(bucket, "broker.0") == term.fence
+            async with asyncio.TaskGroup() as tasks:
+                keeping = tasks.create_task(holder.keep(), name="keep")
+                for _ in range(3):
+                    await clock.sleep(0.3 * TTL_S)
+                    assert await fence_of_holder(bucket, "broker.0") == term.fence == held(holder)
+                keeping.cancel()
+        assert fences == sorted(set(fences))
+        await bucket.put("broker.0", b"no lease")
+        with pytest.raises(CodecError):
+            await fence_of_holder(bucket, "broker.0")
 
     run_virtual(main)
 
