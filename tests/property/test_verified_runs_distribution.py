@@ -24,8 +24,8 @@ DEPTH = 2
 NUM_TOKENS = DEPTH + 1
 FIRST = (1, 3)
 """Where the texts begin whose next tokens are looked at: position and token."""
-NUM_DRAWS = 20_000
-NUM_DRAWS_OF_A_FAULT = 4_000
+NUM_TEXTS = 10_000
+NUM_TEXTS_OF_A_FAULT = 3_000
 Texts = dict[tuple[int, ...], float]
 
 
@@ -171,7 +171,7 @@ def test_choosing_by_the_probabilities_of_the_draft_is_noticed(monkeypatch: pyte
 class Drawn:
     """Texts of many seeds behind token 0 at position 0, drawn with the engine's own random numbers."""
 
-    def __init__(self, tables: Tables, count: int = NUM_DRAWS) -> None:
+    def __init__(self, tables: Tables, count: int = NUM_TEXTS) -> None:
         engine = ToyEngine(tables, DEPTH)
         texts = engine.begin(dict.fromkeys(range(count), 0))
         runs = engine.go_on(dict.fromkeys(texts, NUM_TOKENS))
@@ -233,7 +233,7 @@ def test_draws_show_that_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -
     """The planted fault of above, seen by the statistic alone."""
     monkeypatch.setattr(step_runner, "num_accepted", _accept_all)
     tables = Tables(1)
-    counts = Drawn(tables, NUM_DRAWS_OF_A_FAULT).counts
+    counts = Drawn(tables, NUM_TEXTS_OF_A_FAULT).counts
     assert not is_distributed(counts, expected_texts(tables, 0, 0, NUM_TOKENS))
 
 
@@ -246,6 +246,6 @@ def test_guessing_by_the_numbers_of_another_position_is_noticed(monkeypatch: pyt
         return right(advance, depth + 1)
 
     monkeypatch.setattr(mtp_drafter, "_draw", one_further)
-    drawn = Drawn(tables, NUM_DRAWS_OF_A_FAULT)
+    drawn = Drawn(tables, NUM_TEXTS_OF_A_FAULT)
     assert is_distributed(drawn.counts, expected_texts(tables, 0, 0, NUM_TOKENS))
     assert drawn.share_accepted != pytest.approx(expected_share_accepted(tables), abs=0.05)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -26,23 +28,22 @@ def draw(position: int = 10, num_generated: int = 0, **changes: float) -> Draw:
     return Draw(sampling=params(**changes), position=position, num_generated=num_generated)
 
 
-def winner(sampling: SamplingParams, times: list[float]) -> int:
-    """Who is chosen when tokens of weight 1 would arrive at these times."""
-    return int(choose(PROBABILITIES.log()[None], [sampling], torch.tensor([times], dtype=torch.float64))[0])
-
-
-def turning_point(sampling: SamplingParams, one: int, other: int) -> float:
-    """At which time of `other` it stops to win against `one`, which arrives at 1."""
-    low, high = 0.0, 1e4
-    for _ in range(100):
+def turning_points(sampling: SamplingParams, pairs: Sequence[tuple[int, int]]) -> list[float]:
+    """For each pair of tokens, of which the first arrives at 1: at which time the second stops to win."""
+    count = len(pairs)
+    rows = torch.arange(count)
+    firsts, seconds = torch.tensor(pairs).unbind(1)
+    low = torch.zeros(count, dtype=torch.float64)
+    high = torch.full((count,), 1e4, dtype=torch.float64)
+    for _ in range(80):
         middle = (low + high) / 2
-        times = [LATE] * len(PROBABILITIES)
-        times[one], times[other] = 1.0, middle
-        if winner(sampling, times) == other:
-            low = middle
-        else:
-            high = middle
-    return low
+        times = torch.full((count, len(PROBABILITIES)), LATE, dtype=torch.float64)
+        times[rows, firsts] = 1.0
+        times[rows, seconds] = middle
+        wins = choose(PROBABILITIES.log().repeat(count, 1), [sampling] * count, times) == seconds
+        low, high = torch.where(wins, middle, low), torch.where(wins, high, middle)
+    found: list[float] = low.tolist()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -68,11 +69,9 @@ def test_each_race_turns_where_the_weights_say(changes: dict[str, float], kept: 
     """
     sampling = params(**changes)
     weights = PROBABILITIES ** (1 / sampling.temperature)
-    for one in kept:
-        for other in range(len(PROBABILITIES)):
-            if other != one:
-                expected = float(weights[other] / weights[one]) if other in kept else 0.0
-                assert turning_point(sampling, one, other) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    pairs = [(one, other) for one in kept for other in range(len(PROBABILITIES)) if other != one]
+    expected = [float(weights[other] / weights[one]) if other in kept else 0.0 for one, other in pairs]
+    assert turning_points(sampling, pairs) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_all_tokens_run_in_one_race() -> None:
