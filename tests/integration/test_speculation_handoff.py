@@ -14,8 +14,11 @@ import pytest_asyncio
 import torch
 from tokenizers import Tokenizer
 
+from common.engine.config import load_config
 from common.engine.draft_handoff import DraftHandoff
 from common.engine.port import EngineError
+from common.engine.shard import RankShard
+from common.engine.weights import load_mtp_weights, load_weights, num_weight_bytes
 from common.layout.bind import TokenChunk
 from common.layout.part_copies import PartCopies
 from common.layout.run_batch import Placed
@@ -258,6 +261,19 @@ async def test_without_its_draft_s_cache_a_sequence_gets_no_guesses(world: World
     wanted = tokens_of(world.mixed)[-2:]
     for each, steps, tokens in zip(there, found, wanted, strict=True):
         assert [each.first_token, second[each.seq], *(token for (token,) in steps)][: len(tokens)] == tokens
+
+
+async def test_the_draft_head_counts_among_the_weights(world: World) -> None:
+    """A rank says what it holds: its part of the head, or all of its layer."""
+
+    def weight_bytes(name: str) -> int:
+        return world.workers[name].info.ranks[0].num_weight_bytes
+
+    shard = RankShard(config=load_config(FOLDER), tp_rank=0, tp_size=2)
+    with_head = num_weight_bytes(
+        load_weights(FOLDER, shard, torch.float32), load_mtp_weights(FOLDER, shard, torch.float32)
+    )
+    assert weight_bytes("plain") < weight_bytes("p2") == with_head < weight_bytes("p2-whole")
 
 
 @pytest.mark.parametrize(
