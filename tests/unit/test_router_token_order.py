@@ -91,3 +91,40 @@ def test_contradictions_are_protocol_errors(frames: list[TokenFrame], message: s
     with pytest.raises(PdmeshError, match=message) as caught:
         list(map(order.accept, frames))
     assert caught.value.code is ErrorCode.PROTOCOL
+
+
+def test_no_cached_tokens_are_reported_before_a_worker_has_said_so() -> None:
+    """A cold prompt has none."""
+    order = TokenOrder(attempt=0)
+    assert order.num_cached_tokens == 0
+    order.accept(frame(0, 7))
+    assert order.num_cached_tokens == 0
+
+
+def test_repeats_in_an_attempt_that_began_later_are_held_against_what_came() -> None:
+    """Indices count all tokens of the request; what is known of them begins with the attempt."""
+    order = TokenOrder(attempt=1, start=5)
+    order.accept(frame(5, 10, 11, attempt=1))
+    assert list(order.accept(frame(6, 11, 12, attempt=1))) == [12]
+    with pytest.raises(PdmeshError, match="tokens from 6 on came twice and differ"):
+        order.accept(frame(6, 12, attempt=1))
+
+
+def test_as_many_frames_wait_as_are_allowed() -> None:
+    """They come in turn once the missing one is there; one more had been a loss."""
+    order = TokenOrder(attempt=0)
+    for index in range(MAX_WAITING_FRAMES):
+        assert list(order.accept(frame(1 + index, index))) == []
+    with pytest.raises(PdmeshError) as broken:
+        order.accept(frame(1 + MAX_WAITING_FRAMES, 9))
+    assert broken.value.message == f"token 0 is missing while {MAX_WAITING_FRAMES + 1} later frames wait"
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"finish_reason": FinishReason.STOP, "error": ErrorInfo(code=ErrorCode.INTERNAL, message="m")}]
+)
+def test_a_final_frame_says_one_thing(fields: dict[str, Any]) -> None:
+    """Neither nothing nor both."""
+    with pytest.raises(PdmeshError) as broken:
+        TokenOrder(attempt=0).accept(frame(0, 1, final=True, num_tokens=1, **fields))
+    assert broken.value.message == "a final frame has either a finish_reason or an error"
