@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.runtime.clock import Deadline
 from common.runtime.trace import within
 from common.worker.core.scheduler import Produced
 from common.worker.core.sequence import Sequence
@@ -93,18 +94,38 @@ class GeneratingService(WorkerService):
                 guesses=sequence.guesses.told,
             )
             await self.broker.deliver(ended, deadline)
-            self.log.info(
-                "request_ended",
-                request_id=sequence.request_id,
-                handoff_id=sequence.handoff_id,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                num_tokens=sequence.num_generated_tokens,
-                finish_reason=finish_reason,
-                error_code=None if error is None else error.code,
-                num_steps=sequence.guesses.num_steps,
-                num_drafted=sequence.guesses.num_drafted,
-                num_accepted=sequence.guesses.num_accepted,
-                accepted_at=sequence.guesses.accepted_at,
-            )
+            self._tell_end("request_ended", sequence, finish_reason=finish_reason, error=error)
 
         await self.reports.start(wind_up)
+
+    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
+        """See `WorkerService.end`. One that has not ended by itself is released: a stop string was met, or nobody waits any more."""
+        sequence = self.table.get(handoff_id)
+        if sequence is not None and not sequence.outcome:
+            with within(sequence.trace):
+                self._tell_end("request_released", sequence)
+        await super().end(handoff_id, tombstone=tombstone)
+
+    def _tell_end(
+        self,
+        event: str,
+        sequence: Sequence,
+        *,
+        finish_reason: FinishReason | None = None,
+        error: ErrorInfo | None = None,
+    ) -> None:
+        """The one line of a request here, in the log."""
+        guesses = sequence.guesses
+        self.log.info(
+            event,
+            request_id=sequence.request_id,
+            handoff_id=sequence.handoff_id,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_tokens=sequence.num_generated_tokens,
+            finish_reason=finish_reason,
+            error_code=None if error is None else error.code,
+            num_steps=guesses.num_steps,
+            num_drafted=guesses.num_drafted,
+            num_accepted=guesses.num_accepted,
+            accepted_at=guesses.accepted_at,
+        )

@@ -54,6 +54,17 @@ async def test_a_sample_is_the_one_of_a_mesh_that_guesses_nothing(guessing_pair:
     assert (await _released(guessing_pair, sampled["id"]))["num_accepted"] > 0
 
 
+@pytest.mark.parametrize("length", [1, 2, 16, 17])
+async def test_short_answers_to_short_prompts_have_exactly_their_tokens(guessing_pair: Probe, length: int) -> None:
+    """One token is prefill's alone, two need no guess, three could do with one; a prompt of one token has no pair, of 17 a second block."""
+    prompt = PROMPT[:length]
+    whole = await guessing_pair.complete(prompt, 6, ignore_eos=True)
+    for max_tokens in (1, 2, 3):
+        short = await guessing_pair.complete(prompt, max_tokens, ignore_eos=True)
+        assert short["token_ids"] == whole["token_ids"][:max_tokens]
+        assert short["finish_reason"] == "length"
+
+
 async def test_the_draft_is_handed_over_and_prefill_guesses_nothing(guessing_pair: Probe) -> None:
     """The link says so, and each handoff moves a part more than the model's own: key, value and hidden state of the draft head."""
     choice = await guessing_pair.complete(PROMPT, 8, ignore_eos=True)

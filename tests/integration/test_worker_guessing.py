@@ -247,10 +247,17 @@ def test_one_that_is_given_up_says_what_came_of_its_guesses() -> None:
             continue
         await mesh.bus.publish(subjects.cancel("mixed-0", REQUEST), encode(CancelWork(handoff_id=HANDOFF)))
         await mesh.clock.sleep(0.1)
-        released = await mesh.release("mixed", "mixed-0")
+        with capture_logs() as lines:
+            released = await mesh.release("mixed", "mixed-0")
+            await mesh.release("mixed", "mixed-0")
         assert isinstance(released, Released)
         assert released.guesses is not None
         assert released.guesses.num_steps + released.guesses.num_accepted > 40
+        (line,) = [line for line in lines if line["event"] == "request_released"]
+        assert (line["num_accepted"], line["accepted_at"]) == (
+            released.guesses.num_accepted,
+            list(released.guesses.accepted),
+        )
         mesh.assert_empty()
 
     in_mesh(scenario)
