@@ -24,7 +24,12 @@ _PULLER: Final = ("tests/unit/test_engine_puller.py",)
 _PULL: Final = ("tests/integration/test_worker_pull.py",)
 _SHARED_BLOCKS: Final = ("tests/property/test_context_parallel_merge.py::test_a_logarithm_of_another_base_is_seen",)
 _SWITCHES: Final = ("tests/unit/test_worker_compatibility.py",)
+_GUESSES: Final = ("tests/unit/test_worker_guesses.py",)
+_GUESSING: Final = ("tests/integration/test_worker_guessing.py",)
 _GRANTS: Final = ("tests/unit/test_worker_grant_checks.py",)
+_VERIFIED: Final = (
+    "tests/property/test_verified_runs_distribution.py::test_verified_runs_are_distributed_as_the_model_says",
+)
 _ORDER: Final = ("tests/unit/test_router_token_order.py", "tests/property/test_router_token_order_shuffles.py")
 
 MUTANTS: Final = (
@@ -286,6 +291,104 @@ MUTANTS: Final = (
         before="            if sequence.router_id == router_id:",
         after="            if False:",
         tests=("tests/integration/test_worker_presence.py",),
+    ),
+    Mutant(
+        name="take all guesses behind a draft that was handed over for right",
+        file="common/worker/core/scheduler.py",
+        before="if not item.token_ids or item.bootstrap:",
+        after="if not item.token_ids:",
+        tests=_GUESSES,
+    ),
+    Mutant(
+        name="guess beyond a sequence's blocks",
+        file="common/worker/core/scheduler.py",
+        before="self._num_places(sequence) - 1, budget",
+        after="budget",
+        tests=_GUESSES,
+    ),
+    Mutant(
+        name="send what was guessed behind the end",
+        file="common/worker/generation.py",
+        before="token_ids=produced.token_ids[:count], finish_reason",
+        after="token_ids=produced.token_ids, finish_reason",
+        tests=_GUESSING,
+    ),
+    Mutant(
+        name="guess with a draft head whose cache has stayed behind",
+        file="services/decode/service.py",
+        before="command.drafts or not by_head",
+        after="True",
+        tests=_GUESSING,
+    ),
+    Mutant(
+        name="let a switch start that is not built",
+        file="common/worker/core/compatibility.py",
+        before="        if getattr(case.settings, key) != only:",
+        after="        if False:",
+        tests=_SWITCHES,
+    ),
+    Mutant(
+        name="accept guesses without comparing them",
+        file="common/engine/drafter.py",
+        before="        if draft != token:",
+        after="        if draft < 0:",
+        tests=_VERIFIED,
+    ),
+    Mutant(
+        name="guess by the random numbers of another position",
+        file="common/engine/mtp_drafter.py",
+        before="    position = advance.end + 1 + depth",
+        after="    position = advance.end + depth",
+        tests=_VERIFIED,
+    ),
+    Mutant(
+        name="draw all tokens of a position by one number",
+        file="common/engine/race.py",
+        before="np.arange(size, dtype=np.uint64)",
+        after="np.zeros(size, dtype=np.uint64)",
+        tests=("tests/unit/test_engine_sampler.py",),
+    ),
+    Mutant(
+        name="look up where a run stood first",
+        file="common/engine/ngram_index.py",
+        before="            ends[key] = here",
+        after="            ends.setdefault(key, here)",
+        tests=("tests/property/test_ngram_index_against_search.py",),
+    ),
+    Mutant(
+        name="cut a draft's heads as if they were the model's",
+        file="common/layout/region.py",
+        before="    num_heads = shape.num_kv_heads_of(namespace)",
+        after="    num_heads = shape.num_kv_heads",
+        tests=("tests/property/test_layout_block_draft.py",),
+    ),
+    Mutant(
+        name="guess from a cache with a gap",
+        file="common/engine/mtp_drafter.py",
+        before="        if first > kept.end:",
+        after="        if False:",
+        tests=("tests/unit/test_engine_draft_handoff.py",),
+    ),
+    Mutant(
+        name="owe a draft's pair before the first",
+        file="services/prefill/core/owed_ranges.py",
+        before="            first = max(start, 1) if part.namespace is Namespace.DRAFT else start",
+        after="            first = start",
+        tests=("tests/unit/test_prefill_owed_ranges.py",),
+    ),
+    Mutant(
+        name="commit without a word of drafts",
+        file="services/broker/core/messages.py",
+        before="        drafts=handoff.record.drafts,\n",
+        after="",
+        tests=("tests/unit/test_broker_core_drafts.py",),
+    ),
+    Mutant(
+        name="stage a bootstrap",
+        file="common/layout/staging.py",
+        before=" and each.part.role in STAGED_ROLES]",
+        after="]",
+        tests=("tests/property/test_layout_staging.py",),
     ),
     Mutant(
         name="begin the indices of a later attempt anew",
