@@ -55,7 +55,7 @@ async def test_drafts_come_along_and_are_verified(tmp_path: Path, decode: dict[s
         link = await world.mesh.link()
         assert link is not None
         assert (link.has_drafts, link.why_no_drafts) == (True, "")
-        for number in range(len(PROMPTS)):
+        for number in (0, 2):
             await answer(world, f"r{number}-0", number)
         assert 0 < num_guesses(world, "draft_accepted") < num_guesses(world, "drafted")
 
