@@ -268,9 +268,8 @@ class DecodeService(GeneratingService):
             sequence.pending_token = command.first_token
             by_head = self.effective.drafter is DrafterKind.MTP
             sequence.bootstrap = by_head and command.drafts
-            sequence.is_guessed = (
-                command.drafts or not by_head
-            )  # a draft head guesses nothing without the whole of its cache
+            # A draft head guesses nothing without the whole of its cache.
+            sequence.is_guessed = command.drafts or not by_head
             sequence.output_ids.append(command.first_token)
             replica = self.replicas.of(sequence)
             replica.scheduler.start(sequence)

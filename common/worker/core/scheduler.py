@@ -225,9 +225,8 @@ class Scheduler:
             sequence.pending_token = None
             if item.sample:
                 found = sampled[item.seq]
-                if (
-                    not item.token_ids or item.bootstrap
-                ):  # of guesses the right ones count: a token came behind each of them
+                if not item.token_ids or item.bootstrap:
+                    # Of guesses the right ones count: a token came behind each of them.
                     sequence.num_computed = item.start + len(found)
                 sequence.bootstrap = False
                 sequence.pending_token = found[-1]
