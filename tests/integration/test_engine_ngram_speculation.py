@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from contracts.rank import DrafterKind
+from contracts.rank import DrafterKind, StepItem, StepPlan
 from contracts.requests import SamplingParams
+from tests.integration.byte_session import ByteSession
+from tests.integration.cache_bytes import Memories
 from tests.integration.engine_world import engine, starts, thread_launcher
+from tests.integration.handoff_pairs import link, start_worker
 from tests.integration.speculation_session import FOLDER, NUM_TOKENS, Run, generate, prompts
 
 DEPTH = 4
@@ -60,3 +63,44 @@ async def test_texts_that_repeat_themselves_are_guessed_better(tmp_path: Path) -
     others = await decode(tmp_path, DEPTH, tp=1, temperature=0.0, texts=[prompts()[3]])
     repeated = await decode(tmp_path, DEPTH, tp=1, temperature=0.0, texts=[REPEATED])
     assert repeated.num_steps < others.num_steps
+
+
+async def test_a_rank_that_has_not_seen_the_prompt_looks_in_the_answer(tmp_path: Path) -> None:
+    """Behind a handoff nothing can be guessed at first; then the answer repeats itself, and the tokens are those of depth 0."""
+    (tmp_path / "s").mkdir()
+    plain = await decode(tmp_path, 0, tp=1, temperature=0.0, texts=[REPEATED])
+    memories = Memories()
+    source = await start_worker("p", FOLDER, tmp_path / "s", 2, memories=memories)
+    destination = await start_worker(
+        "d", FOLDER, tmp_path / "s", 1, memories=memories, drafter=DrafterKind.NGRAM, num_speculative_tokens=DEPTH
+    )
+    try:
+        await link(source, destination)
+        session = ByteSession(
+            source=source, destination=destination, memories=memories, num_decoded=NUM_TOKENS + DEPTH + 1
+        )
+        each = await session.reserve(REPEATED)
+        await session.prefill(each)
+        await session.arrived(each)
+        assert each.first_token is not None
+        tokens = [each.first_token]
+        drafted: list[int] = []
+        while len(tokens) < NUM_TOKENS:
+            given = (each.first_token,) if len(tokens) == 1 else ()
+            item = StepItem(
+                seq=each.seq,
+                start=len(REPEATED) + len(tokens) - 1,
+                num_tokens=len(given) or 1 + DEPTH,
+                token_ids=given,
+                sample=True,
+            )
+            done = await destination.group.step(StepPlan(step=len(drafted) + 1, items=(item,)))
+            tokens += [token.token_id for token in done.tokens]
+            drafted.append(sum(done.num_drafts))
+        await session.end()
+    finally:
+        await source.group.stop()
+        await destination.group.stop()
+    assert tokens[:NUM_TOKENS] == plain.outputs[0]
+    assert drafted[0] == 0 < max(drafted)
+    assert len(drafted) < NUM_TOKENS - 1
