@@ -15,6 +15,8 @@ from common.runtime.clock import Clock, Deadline
 from common.runtime.settings import environment, parse_spec
 from contracts.errors import ErrorCode, PdmeshError
 from services.launcher.child import Child, ChildSpec, tail
+from services.launcher.core.presets import PRESETS
+from services.launcher.plan import MeshRequest
 from services.launcher.ports import free_ports
 from services.launcher.readiness import lacks
 
@@ -35,11 +37,17 @@ class MeshSpec(msgspec.Struct, frozen=True, kw_only=True):
     restart: bool = False
     """Whether a service that dies is started again; what is measured over such a death is worth nothing."""
 
+    @property
+    def all_workers(self) -> tuple[tuple[str, str], ...]:
+        """Those given, and those that the preset adds."""
+        preset = PRESETS[self.preset] if self.preset else None
+        return MeshRequest(model=None, workers=self.workers, preset=preset).all_workers
+
     def worker_ids(self, role: str) -> tuple[str, ...]:
         """The ids that the launcher gives to the workers of one role: SPEC's `id`, else the role and a number."""
         found: list[str] = []
         number = 0
-        for each, spec in self.workers:
+        for each, spec in self.all_workers:
             values = parse_spec(spec)
             given = values.get("id") or values.get("worker_id")
             if each == role:
@@ -49,7 +57,7 @@ class MeshSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_disaggregated(self) -> bool:
         """Whether requests are handed over."""
-        return any(role == "decode" for role, _ in self.workers)
+        return any(role == "decode" for role, _ in self.all_workers)
 
     def command(self, *, port: int, nats_port: int, logs: Path) -> tuple[str, ...]:
         """The command line that starts it."""

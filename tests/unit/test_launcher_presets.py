@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from common.runtime.settings import SettingsError
+from loadtest.mesh import MeshSpec
 from services.launcher.app import EXIT_CLEAN, EXIT_SETTINGS, run
 from services.launcher.arguments import SHIPPED_MODEL, mesh_request, parse
 from services.launcher.core.presets import PRESETS
@@ -101,3 +102,14 @@ def test_every_preset_may_start_and_is_shown(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match=str(EXIT_SETTINGS)):
         run(["up", "--preset", "p2d1-mtp4"])
     assert "argument --preset: invalid choice: 'p2d1-mtp4'" in capsys.readouterr().err
+
+
+def test_a_mesh_to_load_knows_the_workers_of_its_preset() -> None:
+    """Their ids are those that the launcher gives them, and what is given beside the preset replaces them there too."""
+    spec = MeshSpec(mode="m", model=SHIPPED_MODEL, workers=(), preset="p2d1-mtp3")
+    assert (spec.worker_ids("prefill"), spec.worker_ids("decode")) == (("prefill-0",), ("decode-0",))
+    assert spec.is_disaggregated()
+    two = MeshSpec(mode="m", model=SHIPPED_MODEL, workers=(("decode", ""), ("decode", "id=d")), preset="p2d1-mtp3")
+    assert two.worker_ids("decode") == ("decode-0", "d")
+    words = two.command(port=1, nats_port=2, logs=Path("logs"))
+    assert words[words.index("--preset") + 1] == "p2d1-mtp3"
