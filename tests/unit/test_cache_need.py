@@ -137,3 +137,47 @@ def test_staging_rows_of_a_worker_that_pulls_count(rows: int) -> None:
 def _most(problem: SettingsProblem) -> int:
     """About how many would fit."""
     return int(problem.rule.removeprefix("at most about ").split(":")[0])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_guesses_take_rows_of_states_and_the_draft_heads_cache(*, whole: bool) -> None:
+    """As the ranks lay them out: a decode worker has a row for each guess, a prefill worker the draft's cache alone, n-grams need none."""
+    guessing = settings(tp=2, num_speculative_tokens=3, mtp_draft_body_tp1=whole)
+
+    def laid_out(depth: int, *, keeps_draft: bool) -> int:
+        shape = cache_shape(
+            load_config(MODEL),
+            dtype=Dtype.FLOAT32,
+            block_size=16,
+            num_blocks=64,
+            num_slots=8,
+            num_speculative_tokens=depth,
+            keeps_draft=keeps_draft,
+            draft_whole=whole,
+        )
+        return 2 * (data_offset(64 + 8) + lay_out(shape, Coordinates(tp_rank=0, tp_size=2)).nbytes)
+
+    expected = {
+        WorkerRole.PREFILL: laid_out(0, keeps_draft=True),
+        WorkerRole.DECODE: laid_out(3, keeps_draft=True),
+        WorkerRole.MIXED: laid_out(3, keeps_draft=True),
+    }
+    for role, num_bytes in expected.items():
+        need = cache_need(guessing, role)
+        assert need is not None
+        assert need.num_bytes == num_bytes
+        check_cache_fits(guessing, role, memory(num_bytes))
+        with pytest.raises(SettingsError):
+            check_cache_fits(guessing, role, memory(num_bytes - 1))
+    looked_up = cache_need(settings(tp=2, num_speculative_tokens=3, drafter="ngram"), WorkerRole.DECODE)
+    assert looked_up is not None
+    assert looked_up.num_bytes == laid_out(3, keeps_draft=False)
+
+
+def test_a_depth_for_which_there_is_no_memory_is_named() -> None:
+    """Where slots are too many, guesses are one way to make them smaller."""
+    worker = settings(num_speculative_tokens=8, num_slots=4000, max_step_tokens=4000)
+    problem = refusal(worker, 64 * 1024**2)
+    assert problem.key == "num_slots"
+    assert "Lower num_speculative_tokens, it or dp" in problem.rule
+    assert "num_speculative_tokens" not in refusal(settings(num_slots=4000, max_step_tokens=4000), 64 * 1024**2).rule
