@@ -286,7 +286,8 @@ async def hostile_mesh(network: Network, clock: Clock, **router: Any) -> AsyncIt
         leading.cancel()
         await edges.close()
         for task in asyncio.all_tasks():
-            if task.get_name().startswith("orphans-"):  # a broker that asks workers who are not there, as at a process's end
+            # A broker that asks workers who are not there, as at a process's end.
+            if task.get_name().startswith("orphans-"):
                 task.cancel()
         for host, _ in hosts:
             await host.close()

@@ -104,10 +104,10 @@ async def test_what_is_no_http_is_refused_in_the_form_of_every_other_error(tmp_p
         for name, data in MALFORMED.items():
             stream = await connect(world)
             stream[1].write(data)
-            data = await rest_of(stream)
-            status, answer = parsed(data)
+            told = await rest_of(stream)
+            status, answer = parsed(told)
             assert (name, status, answer["error"]["code"]) == (name, 400, "invalid_request")
-            assert f"x-request-id: {answer['error']['request_id']}\r\n".encode() in data
+            assert f"x-request-id: {answer['error']['request_id']}\r\n".encode() in told
             assert answer["error"]["type"] == "invalid_request_error"
             assert "aaaa" not in answer["error"]["message"]
         assert await metric(world, "malformed_requests_total") == len(MALFORMED)
