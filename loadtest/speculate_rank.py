@@ -223,6 +223,7 @@ class Passes:
         """
         if self._head is None:
             return ()
+        self._model.caches.zero_slot(0)
         sequence = StepSequence(
             slot=0, block_ids=self._block_ids(0), start=0, token_ids=text, num_logits=len(text), state_row=0
         )

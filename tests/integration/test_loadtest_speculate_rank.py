@@ -45,6 +45,8 @@ def test_passes_and_couplings_are_told(ranks: SpeculatingRanks) -> None:
     text = ranks.run(0, PROMPTS, NUM_TOKENS, 0.8).texts[0]
     assert ranks.couplings(0, PROMPTS[0] + text, len(PROMPTS[0]), 0.8) == ()
     found = ranks.couplings(2, PROMPTS[0] + text, len(PROMPTS[0]), 0.8)
+    ranks.couplings(2, PROMPTS[1], 1, 0.8)  # another text leaves nothing behind
+    assert ranks.couplings(2, PROMPTS[0] + text, len(PROMPTS[0]), 0.8) == found
     assert len(found) == 2
     for coupling in found:
         assert coupling.count == NUM_TOKENS - 1
