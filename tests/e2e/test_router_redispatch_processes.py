@@ -22,12 +22,14 @@ from tests.e2e.proc import DEADLINE_S, descendants
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+GUESSING: Final = "num_speculative_tokens=3"
 SPEC: Final = MeshSpec(
     mode="P1/D1 x 2",
     model=MODEL,
-    workers=(("prefill", "tp=1"), ("decode", "tp=1"), ("decode", "tp=1")),
+    workers=(("prefill", f"tp=1,{GUESSING}"), ("decode", "tp=1"), ("decode", f"tp=1,{GUESSING}")),
     restart=True,
 )
+"""The worker that is killed guesses tokens, the one that goes on does not."""
 PROMPT: Final = tuple(60 + number % 900 for number in range(40))
 MAX_TOKENS: Final = 200
 BEFORE: Final = 5
@@ -87,7 +89,10 @@ class _Client:
 
 
 async def test_a_killed_decode_worker_ends_no_stream(mesh: Probe) -> None:
-    """Greedy and sampled streams are token by token those that nothing disturbed; the killed worker's were going on elsewhere."""
+    """Greedy and sampled streams are token by token those that nothing disturbed; the killed worker's were going on elsewhere.
+
+    Between two of its steps or of their frames lie several tokens, of which the client has all or none.
+    """
     expected = []
     for fields in (GREEDY, SAMPLED):
         undisturbed = _Client(fields)
