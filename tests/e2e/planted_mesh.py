@@ -116,7 +116,7 @@ class PlantedMesh:
             await _CLOCK.sleep(_POLL_S)
 
     async def blocks(self) -> dict[str, int]:
-        """Decode's blocks by who has them: free, held, quarantined."""
+        """Decode's blocks by who has them: free, kept, held, quarantined."""
         url = f"http://127.0.0.1:{self.services.admin_ports['decode']}/metrics"
         async with self.probe.http.get(url) as response:
             text = await response.text()
