@@ -86,7 +86,10 @@ async def _late_write(mesh: PlantedMesh, *, waits: bool, guarded: bool = True) -
         group.create_task(mesh.run(b, B.token_ids, TOKENS_B))
         if waits:
             await mesh.submitted(len(B.token_ids), seen)
-            assert (await mesh.blocks(), b.token_ids) == ({"free": 42, "held": 0, "quarantined": BLOCKS_A}, [])
+            assert (await mesh.blocks(), b.token_ids) == (
+                {"free": 42, "kept": 0, "held": 0, "quarantined": BLOCKS_A},
+                [],
+            )
         else:
             await b.until(5)
         mesh.wake(pid)

@@ -6,6 +6,8 @@ The test's folder is in `PLANTED_FOLDER`; the files in it are orders, which are 
                 file's place, with its process id: between the check of its grant and the copy (shared memory), or when some of its
                 bytes have been sent (tcp)
     unguarded   nobody waits for writers: through shared memory they take no lock, over tcp their owner forgets them
+
+Workers bear with a pool in quarantine for longer than they would: on a busy machine a test takes its time to wake a rank.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from common.dataplane.port import WriteGrant
 from common.dataplane.tcp_region import Landing, Stoppable, TcpRegion
 from common.dataplane.tcp_vector import Vector
 from common.runtime.settings import environment
+from common.worker import quarantine_watch
 
 FOLDER: Final = Path(environment()["PLANTED_FOLDER"])
 TCP_SLICE_BYTES: Final = 16 << 10
+QUARANTINE_S: Final = 120.0
 
 acquire, release, send = SharedLocks.try_acquire, SharedLocks.release, Vector.send
 enter, leave = TcpRegion.enter, TcpRegion.leave
@@ -101,6 +105,7 @@ def leave_or_pass(region: TcpRegion, landing: Landing) -> bool:
 for owner, name, patched in (
     (shm_remote, "copy_group", copy_or_freeze),
     (tcp_segments, "SLICE_BYTES", TCP_SLICE_BYTES),  # a write takes several calls, to have a middle
+    (quarantine_watch, "PATIENCE_S", QUARANTINE_S),
     (Vector, "send", send_or_freeze),
     (SharedLocks, "try_acquire", acquire_or_pretend),
     (SharedLocks, "release", release_or_pretend),
