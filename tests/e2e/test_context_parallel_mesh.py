@@ -24,7 +24,6 @@ from tests.e2e.chaos.rest import unrest_after
 from tests.e2e.conftest import MODEL
 from tests.e2e.launcher_traces import Traces, short_folder
 from tests.e2e.mesh_probe import Probe
-from tests.e2e.proc import DEADLINE_S
 from tests.integration.stored_reference import StoredPrompt, load_reference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -97,7 +96,7 @@ class _Running:
         """Prompts one after the other while four others decode: all that there were, to their ends."""
         decoding = [_Stream(prompt, NUM_DECODED) for prompt in DECODING]
         injected = [_Stream(prompt, NUM_INJECTED) for prompt in INJECTED]
-        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(_ANSWER_S), asyncio.TaskGroup() as group:
             tasks = [group.create_task(each.run(self.probe)) for each in decoding]
             for each in decoding:
                 await each.begun.wait()
@@ -117,7 +116,7 @@ async def _mixed(worker: str, *, restart: bool = False) -> AsyncIterator[_Runnin
             mode=f"mixed {worker}",
             model=MODEL,
             workers=(("mixed", worker),),
-            overrides=(f"mixed.admin_port={port}",),
+            overrides=(f"mixed.admin_port={port}", f"router.reroute_wait_s={_ANSWER_S}"),
             restart=restart,
         )
         mesh = await Mesh.start(spec, folder, SystemClock(), print, environ=traces.environ)
@@ -160,7 +159,7 @@ async def test_a_rank_that_is_killed_costs_all_ranks_their_requests_alike(shared
     (before,) = await probe.workers()
     streams = [_Stream(prompt, len(prompt.output_ids)) for prompt in DECODING]
     last = _Stream(PROMPTS[48], NUM_DECODED, redispatch=False)
-    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(_ANSWER_S), asyncio.TaskGroup() as group:
         for each in (*streams, last):
             group.create_task(each.run(probe))
         for each in (*streams, last):
@@ -172,7 +171,7 @@ async def test_a_rank_that_is_killed_costs_all_ranks_their_requests_alike(shared
     assert last.error["code"] == "worker_lost"
     assert [each.error for each in streams] == [None] * 4
     assert [each.is_right for each in streams] == [True] * 4
-    assert await unrest_after(probe, 1, DEADLINE_S) == ""
+    assert await unrest_after(probe, 1, _ANSWER_S) == ""
     (after,) = await probe.workers()
     assert after.incarnation != before.incarnation
     again = _Stream(PROMPTS[257], NUM_INJECTED)
