@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final
 
-from common.bus.port import Bus
+from common.bus.errors import BusTimeout
+from common.bus.port import Bus, Message
 from common.runtime.clock import Deadline
 from contracts import subjects
 from contracts.codec import decode, encode
@@ -13,7 +15,8 @@ from contracts.requests import Refused, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import DescribeRefused, DescribeWorker, WorkerDescription, WorkerRole
 
-_ANSWER_S: Final = 5.0
+_WAITS_S: Final = (0.5, 1.5, 3.0)
+"""How long each question for one rank waits for its answer: messages may be lost, and the same question is asked again."""
 
 
 async def describe_worker(
@@ -30,8 +33,7 @@ async def describe_worker(
     try:
         async with deadline.timeout():
             while len(found) < num_ranks:
-                question = encode(DescribeWorker(rank=len(found)))
-                reply = await bus.request(subject, question, timeout=min(_ANSWER_S, deadline.remaining))
+                reply = await _asked(bus, subject, encode(DescribeWorker(rank=len(found))), deadline)
                 answer: WorkerDescription | DescribeRefused | Refused = decode(
                     reply.data,
                     WorkerDescription | DescribeRefused | Refused,  # type: ignore[arg-type]  # a union is not a type
@@ -47,6 +49,14 @@ async def describe_worker(
         text = f"{peer.worker_id} did not describe itself in time"
         raise PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
     return tuple(found)
+
+
+async def _asked(bus: Bus, subject: str, question: bytes, deadline: Deadline) -> Message:
+    *waits_s, last_s = _WAITS_S
+    for wait_s in waits_s:
+        with suppress(BusTimeout):
+            return await bus.request(subject, question, timeout=min(wait_s, deadline.remaining))
+    return await bus.request(subject, question, timeout=min(last_s, deadline.remaining))
 
 
 def _check_start(answer: WorkerDescription, peer: WorkerRef) -> None:
