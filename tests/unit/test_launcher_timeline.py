@@ -104,8 +104,11 @@ def test_pushes_fold_into_one_row_a_rank() -> None:
 
 
 def test_what_came_of_guesses_stands_at_the_release() -> None:
-    """Steps, and how many of the guesses that they verified were right; nothing of it where nothing was guessed."""
+    """Steps, and how many of the guesses that they verified were right, by place where there are several; else nothing of it."""
     counts: dict[str, Any] = {"num_steps": 19, "num_drafted": 55, "num_accepted": 28, "accepted_at": (14, 9, 5)}
+    (row,) = build([_event(EventName.DECODE_RELEASED, 30, "broker", **counts)]).rows
+    assert row.detail == "19 steps, 28 of 55 guesses right (14, 9, 5 by place)"
+    counts["accepted_at"] = (28,)
     (row,) = build([_event(EventName.DECODE_RELEASED, 30, "broker", **counts)]).rows
     assert row.detail == "19 steps, 28 of 55 guesses right"
     (row,) = build([_event(EventName.DECODE_RELEASED, 30, "broker")]).rows

@@ -257,7 +257,8 @@ def _detail(event: HandoffEvent) -> str:
     if event.num_tokens is not None:
         words.append(f"{event.num_tokens} {TOKENS_OF.get(event.event, '')} tokens")
     if event.num_drafted is not None:
-        words.append(f"{event.num_steps} steps, {event.num_accepted} of {event.num_drafted} guesses right")
+        places = f" ({', '.join(map(str, event.accepted_at))} by place)" if len(event.accepted_at) > 1 else ""
+        words.append(f"{event.num_steps} steps, {event.num_accepted} of {event.num_drafted} guesses right{places}")
     if event.finish_reason is not None:
         words.append(event.finish_reason)
     if event.error is not None:
