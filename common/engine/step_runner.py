@@ -202,11 +202,12 @@ class StepRunner:
 
     def _advance(self, sequence: BoundSequence, laid: StepSequence, first_row: int) -> Advance:
         binding = sequence.binding
-        # Where the cache is handed on, its new owner computes the pair of the last prompt token: it has the token behind it.
-        goes_on = laid.num_logits > 0 and binding.push is None
         end = sequence.last_position if laid.num_logits else laid.start + len(laid.token_ids)
         geometry = self._buffers.geometry
         num_places = len(binding.block_ids) * geometry.block_size * geometry.dcp_size
+        # Where the cache is handed on, its new owner computes the pair of the last prompt token: it has the token behind it.
+        # And a draft keeps that pair in the token's place: where memory ends before it, the pair waits until there is more.
+        goes_on = laid.num_logits > 0 and binding.push is None and end < num_places
         return Advance(
             seq=binding.seq,
             block_ids=binding.block_ids,

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from common.engine.port import EngineError
 from common.engine.rank_group import RankGroup
-from contracts.rank import ExtendSequences, Extension, StepItem, StepPlan
+from contracts.rank import DrafterKind, ExtendSequences, Extension, StepItem, StepPlan
 from tests.integration.engine_world import binding, engine, starts, thread_launcher
 from tests.integration.stored_reference import load_reference
 
@@ -27,6 +27,16 @@ async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RankG
     """An engine of two ranks."""
     messages = starts(SHIPPED, tmp_path_factory.mktemp("s"), TP)
     async with engine(messages, thread_launcher(TP)) as (group, _):
+        yield group
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guessing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RankGroup]:
+    """One that guesses with the draft head, on one rank."""
+    messages = starts(
+        SHIPPED, tmp_path_factory.mktemp("s"), 1, worker_id="w2", drafter=DrafterKind.MTP, num_speculative_tokens=3
+    )
+    async with engine(messages, thread_launcher(1)) as (group, _):
         yield group
 
 
@@ -54,6 +64,25 @@ async def test_a_sequence_that_grows_computes_what_one_does_that_had_everything(
     with pytest.raises(EngineError, match="blocks of a sequence"):
         await decode(ranks, 0, 112, 1)
     assert await ranks.release((0,), 11, 100) == frozenset()
+
+
+async def test_a_guessing_sequence_may_fill_its_memory_before_it_grows(guessing: RankGroup) -> None:
+    """The last place holds a token; the draft's pair behind it, whose place is in the next block, waits, and guesses go on after that."""
+    length = len(PROMPT.token_ids)
+    await guessing.bind(binding(0, length, block_ids=(90, 7, 41, 12, 60)))
+    first = StepItem(seq=0, start=0, num_tokens=length, token_ids=PROMPT.token_ids, sample=True, last_chunk=True)
+    result = await guessing.step(StepPlan(step=0, items=(first,)))
+    tokens = [token.token_id for token in result.tokens] + await decode(guessing, 0, length, 15)
+    await guessing.extend(ExtendSequences(generation=10, extensions=(Extension(seq=0, block_ids=(3, 99)),)))
+    lengths = []
+    while len(tokens) < 40:
+        item = StepItem(seq=0, start=length + len(tokens) - 1, num_tokens=4, sample=True)
+        found = (await guessing.step(StepPlan(step=0, items=(item,)))).tokens
+        tokens += [token.token_id for token in found]
+        lengths.append(len(found))
+    assert tokens == list(PROMPT.output_ids[: len(tokens)])
+    assert lengths[0] == 1
+    assert sum(lengths) > 2 * len(lengths)
 
 
 async def test_a_wrong_growth_is_refused_and_gives_nobody_anything(ranks: RankGroup) -> None:
