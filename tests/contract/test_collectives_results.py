@@ -229,6 +229,31 @@ def test_sub_groups_work_beside_the_whole_group(ranks: Ranks) -> None:
         assert answer == (members.index(rank), len(members), sums, [float(member) for member in members])
 
 
+def talk_in_both_modes(group: Collectives) -> list[list[float]]:
+    """Every collective on tensors of a size, in inference mode and outside of it: once this one is first, once that one."""
+    found = []
+    for size, modes in ((13 * group.size, (True, False)), (17 * group.size, (False, True)), (0, (True, False))):
+        for mode in modes:
+            with torch.inference_mode(mode):
+                mine = torch.full((size,), float(group.rank + 1))
+                found.append(
+                    [*group.all_gather(mine).tolist(), *group.exchange(mine.view(group.size, -1))[:, :1].tolist()]
+                )
+                group.broadcast(0, mine)
+                group.all_reduce_sum(mine)
+                found.append(mine.tolist())
+    return found
+
+
+def test_inference_mode_is_the_callers_own_affair(ranks: Ranks) -> None:
+    """What a call in inference mode leaves behind does not get into the way of one outside of it, nor the other way round."""
+    for answer in ranks(talk_in_both_modes):
+        for first, second in (answer[0:4:2], answer[1:4:2], answer[4:8:2], answer[5:8:2]):
+            assert first == second
+            assert first
+        assert answer[1] == [float(ranks.size)] * 13 * ranks.size
+
+
 def refuse_bad_calls(group: Collectives) -> list[str]:
     """Calls that break a rule, on every rank alike; the group must still work afterwards."""
     refused = []

@@ -219,7 +219,9 @@ class SharedMemoryCollectives:
             self._views[key] = views
         return views[(self._generation + 1) & 1]
 
+    @torch.inference_mode(mode=False)
     def _make_views(self, dtype: torch.dtype, numel: int, parity: int) -> list[torch.Tensor]:
+        # They outlive the call: what is made in inference mode, as by a model's pass, could not be written outside of it.
         if numel == 0:
             return [torch.empty(0, dtype=dtype) for _ in self._ranks]
         offsets = [self._memory.slot(self._level, member, parity) for member in self._ranks]
