@@ -14,7 +14,7 @@ from common.bus.port import Bus
 from common.runtime.clock import SystemClock
 from common.runtime.settings import SettingsError, environment
 from contracts.errors import PdmeshError
-from services.launcher.arguments import mesh_request, parse
+from services.launcher.arguments import mesh_request, parse, preset_of
 from services.launcher.bus import with_bus
 from services.launcher.console import Console
 from services.launcher.demo import Demo
@@ -101,6 +101,7 @@ def _estimate(arguments: argparse.Namespace, console: Console) -> int:
         memory=arguments.memory,
         num_tokens=arguments.tokens,
         overrides=tuple(arguments.overrides),
+        preset=preset_of(arguments),
     )
     return show_estimate(request, environment(), console, as_json=arguments.json)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.runtime.settings import ROLES
-from services.launcher.core.presets import PRESETS
+from services.launcher.core.presets import PRESETS, Preset
 from services.launcher.plan import WORKER_ROLES, MeshRequest
 
 _CHECKOUT: Final = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 def mesh_request(arguments: argparse.Namespace) -> MeshRequest:
     """What `up` or `demo` was asked for. The demo fills in the shipped checkpoint, and its two workers unless a preset names some."""
     model, workers = arguments.model, tuple(arguments.workers or ())
-    preset = None if arguments.preset is None else PRESETS[arguments.preset]
+    preset = preset_of(arguments)
     if arguments.command == "demo":
         model = model or str(SHIPPED_MODEL)
         workers = workers or (() if preset else _DEMO_WORKERS)
@@ -96,6 +96,11 @@ def mesh_request(arguments: argparse.Namespace) -> MeshRequest:
         # A demo that goes on after a death would hide what it is to show.
         restart=arguments.command != "demo" and not arguments.no_restart,
     )
+
+
+def preset_of(arguments: argparse.Namespace) -> Preset | None:
+    """The preset that was named, if one was."""
+    return None if arguments.preset is None else PRESETS[arguments.preset]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -116,6 +121,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tokens", type=int, metavar="N", help="of a request (default: 32768, or what the model can hold)"
     )
+    _add_preset(command)
     command.add_argument("--json", action="store_true", help="print the same as one JSON object")
     command.add_argument(
         "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="a setting of both workers"
@@ -135,13 +141,7 @@ def _add_mesh(command: argparse.ArgumentParser) -> None:
     for role in WORKER_ROLES:
         help_text = _SPEC_HELP.format(role=role)
         command.add_argument(f"--{role}", nargs="?", action=_Worker, dest="workers", metavar="SPEC", help=help_text)
-    presets = "; ".join(f"{each.name}: {each.text}" for each in PRESETS.values())
-    command.add_argument(
-        "--preset",
-        choices=tuple(PRESETS),
-        metavar="NAME",
-        help=f"workers and settings that have a name; what is given beside it wins. {presets}",
-    )
+    _add_preset(command)
     command.add_argument("--port", type=int, metavar="PORT", help="of the HTTP server (up: 8000; demo: a free one)")
     command.add_argument("--config", type=Path, metavar="FILE", help="settings as JSON")
     command.add_argument(
@@ -151,4 +151,14 @@ def _add_mesh(command: argparse.ArgumentParser) -> None:
         dest="overrides",
         metavar="[ROLE.]KEY=VALUE",
         help="a setting of every service that knows it, or of one role (pdmesh settings lists them); may be repeated",
+    )
+
+
+def _add_preset(command: argparse.ArgumentParser) -> None:
+    presets = "; ".join(f"{each.name}: {each.text}" for each in PRESETS.values())
+    command.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        metavar="NAME",
+        help=f"workers and settings that have a name; what is given beside it wins. {presets}",
     )

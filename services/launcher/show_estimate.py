@@ -21,6 +21,7 @@ from services.launcher.console import Console
 from services.launcher.core.byte_size import read_size
 from services.launcher.core.estimate import Estimate, make_estimate
 from services.launcher.core.estimate_table import render_estimate
+from services.launcher.core.presets import Preset
 from services.launcher.core.worker_estimate import WorkerSize
 from services.launcher.settings import settings_structs
 
@@ -31,7 +32,7 @@ _USUAL_TOKENS: Final = 32768
 
 
 class EstimateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person asked for, as text. SPECs are those of `pdmesh up`."""
+    """What a person asked for, as text. SPECs are those of `pdmesh up`, and so is what a preset says below them."""
 
     model: str
     prefill: str
@@ -39,6 +40,7 @@ class EstimateRequest(msgspec.Struct, frozen=True, kw_only=True):
     memory: str | None = None
     num_tokens: int | None = None
     overrides: tuple[str, ...] = ()
+    preset: Preset | None = None
 
 
 def show_estimate(request: EstimateRequest, environ: Mapping[str, str], console: Console, *, as_json: bool) -> int:
@@ -74,7 +76,8 @@ def estimate_of(request: EstimateRequest, environ: Mapping[str, str]) -> Estimat
 
 
 def _size(role: WorkerRole, spec: str, request: EstimateRequest, environ: Mapping[str, str]) -> WorkerSize:
-    """The size that SPEC, `--set` and variables ask for. Raises SettingsError for what such a worker would not start with."""
+    """The size that SPEC, `--set`, variables and a preset ask for. Raises SettingsError for what such a worker would not start with."""
+    preset = request.preset
     settings = load(
         WorkerSettings,
         role=role,
@@ -83,6 +86,7 @@ def _size(role: WorkerRole, spec: str, request: EstimateRequest, environ: Mappin
         environ=environ,
         also_known=settings_structs().all_keys,
         rules=rules_of(role),
+        preset=None if preset is None else (preset.name, preset.settings),
     ).value
     return WorkerSize(
         role=role,

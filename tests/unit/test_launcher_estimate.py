@@ -21,7 +21,7 @@ from services.launcher.arguments import SHIPPED_MODEL
 from services.launcher.core.cuts import Cut, cuts_of
 from services.launcher.core.estimate import make_estimate
 from services.launcher.core.estimate_table import render_estimate
-from services.launcher.core.rank_weights import num_parameters, rank_weight_bytes
+from services.launcher.core.rank_weights import num_draft_parameters, num_parameters, rank_weight_bytes
 from services.launcher.core.worker_estimate import Capacity, estimate_worker
 from tests.unit.estimated_workers import FLAT, GIB, MIB, WIDE_GQA, estimate_pair, raw_config, worker_size
 
@@ -55,6 +55,7 @@ def test_parameters_are_those_of_the_checkpoint(raw: dict[str, Any] | None) -> N
     config = load_config(SHIPPED_MODEL) if raw is None else parse_config(raw)
     shapes = expected_shapes(config, "model.")
     assert num_parameters(config) == sum(prod(shape) for name, shape in shapes.items() if not name.startswith("mtp."))
+    assert num_draft_parameters(config) == sum(prod(shape) for name, shape in shapes.items() if name.startswith("mtp."))
 
 
 def test_a_large_models_request_is_the_sum_that_one_makes_by_hand() -> None:

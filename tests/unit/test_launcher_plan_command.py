@@ -114,6 +114,7 @@ TABLES = """\
 model: 2,551,696 parameters, hidden size 192, 4 layers
   1 with full attention: 8 query heads, 2 KV heads of 32
   3 with linear attention: 8 key heads of 32, 8 value heads of 32
+  a draft head of 541,696 parameters beside them
 
 legal cuts
   tp  dcp      KV heads a rank  ranks with the same
@@ -169,6 +170,27 @@ def test_tables_say_what_guessing_takes(capsys: pytest.CaptureFixture[str]) -> N
     lines = capsys.readouterr().out.splitlines()
     assert "  up to 3 guesses in a step: 4 rows of states; the draft head's cache is not kept" in lines
     assert not any("draft  " in line for line in lines)
+
+
+def test_a_preset_is_planned_as_it_would_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same figures as for its settings by hand; what is given beside it wins."""
+    base = ["plan", "--model", str(SHIPPED_MODEL), "--tokens", "100"]
+    by_hand = ["--set", "num_speculative_tokens=5", "--set", "mtp_draft_body_tp1=1", "--prefill", "tp=2"]
+    shown = []
+    for words in (["--preset", "p2d1-mtp5"], by_hand, ["--preset", "p2d1-mtp3", "--set", "num_speculative_tokens=5"]):
+        assert run([*base, *words]) == EXIT_CLEAN
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+    assert "up to 5 guesses in a step" in shown[0]
+    assert run([*base, "--preset", "p2d1-mtp5", "--decode", "tp=4,dcp=2"]) == EXIT_SETTINGS
+    assert "--decode mtp_draft_body_tp1 = 1: " in capsys.readouterr().err
+
+
+def test_a_model_without_a_draft_head_is_said_to_have_none(tmp_path: Path) -> None:
+    """Before anybody asks it to guess."""
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(raw_config(mtp_num_hidden_layers=0)))
+    estimate = estimate_of(EstimateRequest(model=str(tmp_path), prefill="tp=2", decode="tp=2"), {})
+    assert render_estimate(estimate).splitlines()[3] == "  no draft head"
 
 
 def test_tables_say_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:

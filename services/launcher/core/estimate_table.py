@@ -9,7 +9,7 @@ from services.launcher.core.byte_size import shown_size
 from services.launcher.core.cuts import Cuts
 from services.launcher.core.estimate import Estimate
 from services.launcher.core.handoff_estimate import Flow, HandoffEstimate
-from services.launcher.core.rank_weights import num_parameters
+from services.launcher.core.rank_weights import num_draft_parameters, num_parameters
 from services.launcher.core.worker_estimate import Capacity, RequestBytes, WorkerEstimate
 
 _ALL = "all"
@@ -42,6 +42,8 @@ def _model_lines(config: ModelConfig) -> Iterator[str]:
         f"  {len(config.linear_layers)} with linear attention: {config.linear_num_key_heads} key heads of "
         f"{config.linear_key_head_dim}, {config.linear_num_value_heads} value heads of {config.linear_value_head_dim}"
     )
+    draft = num_draft_parameters(config)
+    yield f"  a draft head of {draft:,} parameters beside them" if draft else "  no draft head"
 
 
 def _cut_lines(cuts: Cuts) -> Iterator[str]:

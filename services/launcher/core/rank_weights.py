@@ -36,6 +36,16 @@ def rank_weight_bytes(shard: RankShard, dtype: Dtype, draft: RankShard | None = 
     return matrices * dtype.itemsize + small * _FLOAT32_BYTES
 
 
+def num_draft_parameters(config: ModelConfig) -> int:
+    """Parameters of the draft head, without the tables that it shares with the model; 0 where the checkpoint has none."""
+    if not config.num_mtp_layers:
+        return 0
+    hidden, dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    layer = (3 * queries + 2 * keys) * hidden + 2 * dim + 3 * config.intermediate_size * hidden + 2 * hidden
+    return 2 * hidden * hidden + 3 * hidden + config.num_mtp_layers * layer
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of the language model, without vision tower and draft head; a tied table counts once."""
     hidden, inner = config.hidden_size, config.intermediate_size
