@@ -125,7 +125,11 @@ class MtpDrafter:
         depth = 0
         while advances:
             draws = [_draw(advance, depth) for advance in advances]
-            chosen = self._agreement.choose(self._head.logits(output), draws)
+            logits = self._head.logits(output)
+            if logits is not None:
+                # A draft that has no idea guesses wrong, and no more: the model's own numbers are what must be sound.
+                logits.nan_to_num_()
+            chosen = self._agreement.choose(logits, draws)
             for advance, token in zip(advances, chosen, strict=True):
                 drafts[advance.seq].append(token)
             going = [at for at, advance in enumerate(advances) if advance.num_drafts > depth + 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
@@ -138,6 +139,27 @@ def test_of_a_cache_with_a_gap_nothing_is_guessed() -> None:
     assert there.advance(states(5, 1), [advance(5, 10, next_token=11, num_drafts=2)]) == [[]]
     assert head.pairs == []
     assert there.advance(states(0, 2), [advance(0, 5, 6, next_token=7, num_drafts=2)]) == [[8, 9]]
+
+
+def test_a_broken_state_costs_its_own_sequence_guesses_and_nobody_else_anything() -> None:
+    """A draft that has no idea, as behind a corrupt cache, guesses something; its neighbour in the step guesses as if it were alone."""
+
+    class Broken(CountingHead):
+        def logits(self, output: torch.Tensor) -> torch.Tensor:
+            found = super().logits(output)
+            found[0] = torch.nan
+            return found
+
+    there = drafter(Broken())
+    own = msgspec.structs.replace(binding(), sampling=SamplingParams(max_tokens=8, seed=1, temperature=1.0))
+    item = StepItem(seq=1, start=4, num_tokens=3, token_ids=(9,), sample=True, bootstrap=True)
+    bootstrap = torch.zeros(3, HIDDEN)
+    advances = [DraftHandoff(there, bootstrap).take(own, item)]
+    advances.append(DraftHandoff(there, bootstrap).take(binding(seq=2, slot=1), msgspec.structs.replace(item, seq=2)))
+    broken, sound = there.advance(None, advances)
+    assert sound == [10, 11]
+    assert len(broken) == len(sound)
+    assert all(0 <= token < VOCAB_SIZE for token in broken)
 
 
 def test_what_was_never_computed_cannot_be_left() -> None:
