@@ -173,7 +173,7 @@ def settings(**values: Any) -> WorkerSettings:
             "mtp_draft_body_tp1",
             "1",
             "only with num_speculative_tokens above 0 and drafter=mtp: there is no draft head here",
-            "leave it out, or let the draft head guess",
+            "set it to 0, or let the draft head guess",
         ),
         (
             D,
@@ -181,8 +181,8 @@ def settings(**values: Any) -> WorkerSettings:
             Rule.DRAFT_SHARED,
             "mtp_draft_body_tp1",
             "1",
-            "0 with dcp=2: ranks that share the blocks of a sequence share the draft's heads too",
-            "leave it out, or set dcp=1",
+            "must be 0 with dcp=2: ranks that share the blocks of a sequence share the draft's heads too",
+            "set it to 0, or set dcp=1",
         ),
         (
             P,

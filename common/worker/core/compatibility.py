@@ -213,7 +213,7 @@ def _guessing(case: _Case) -> Iterator[Refusal]:
         text = f"below max_step_tokens = {settings.max_step_tokens}: a token and its guesses are verified in one step"
         yield _refuse(case, Rule.GUESSES_FIT, "num_speculative_tokens", text, "lower it, or raise max_step_tokens")
     if by_head and case.model is not None and not case.model.num_mtp_layers:
-        text = "ngram: the checkpoint has no draft head (mtp_num_hidden_layers is 0)"
+        text = "must be ngram: the checkpoint has no draft head (mtp_num_hidden_layers is 0)"
         remedy = "set drafter=ngram, or num_speculative_tokens=0, or take a checkpoint with a draft head"
         yield _refuse(case, Rule.DRAFT_HEAD, "drafter", text, remedy)
     if settings.drafter != MTP and not depth:
@@ -221,10 +221,10 @@ def _guessing(case: _Case) -> Iterator[Refusal]:
         yield _refuse(case, Rule.GUESSING_ONLY, "drafter", text, "leave it out, or set num_speculative_tokens")
     if settings.mtp_draft_body_tp1 and not by_head:
         text = "only with num_speculative_tokens above 0 and drafter=mtp: there is no draft head here"
-        yield _refuse(case, Rule.GUESSING_ONLY, "mtp_draft_body_tp1", text, "leave it out, or let the draft head guess")
+        yield _refuse(case, Rule.GUESSING_ONLY, "mtp_draft_body_tp1", text, "set it to 0, or let the draft head guess")
     if settings.mtp_draft_body_tp1 and settings.dcp > 1 and case.role is not WorkerRole.PREFILL:
-        text = f"0 with dcp={settings.dcp}: ranks that share the blocks of a sequence share the draft's heads too"
-        yield _refuse(case, Rule.DRAFT_SHARED, "mtp_draft_body_tp1", text, "leave it out, or set dcp=1")
+        text = f"must be 0 with dcp={settings.dcp}: ranks that share the blocks of a sequence share the draft's heads too"
+        yield _refuse(case, Rule.DRAFT_SHARED, "mtp_draft_body_tp1", text, "set it to 0, or set dcp=1")
 
 
 def _pulling(case: _Case) -> Iterator[Refusal]:
