@@ -223,7 +223,9 @@ def _guessing(case: _Case) -> Iterator[Refusal]:
         text = "only with num_speculative_tokens above 0 and drafter=mtp: there is no draft head here"
         yield _refuse(case, Rule.GUESSING_ONLY, "mtp_draft_body_tp1", text, "set it to 0, or let the draft head guess")
     if settings.mtp_draft_body_tp1 and settings.dcp > 1 and case.role is not WorkerRole.PREFILL:
-        text = f"must be 0 with dcp={settings.dcp}: ranks that share the blocks of a sequence share the draft's heads too"
+        text = (
+            f"must be 0 with dcp={settings.dcp}: ranks that share the blocks of a sequence share the draft's heads too"
+        )
         yield _refuse(case, Rule.DRAFT_SHARED, "mtp_draft_body_tp1", text, "set it to 0, or set dcp=1")
 
 
