@@ -239,8 +239,8 @@ MUTANTS: Final = (
     Mutant(
         name="write every token on every rank of a group",
         file="common/engine/attention_metadata.py",
-        before="mine = blocks % self.dcp_size == self.dcp_rank",
-        after="mine = blocks >= 0",
+        before="if block % self.dcp_size == self.dcp_rank:",
+        after="if block >= 0:",
         tests=_SHARED_BLOCKS,
     ),
     Mutant(
