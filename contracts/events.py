@@ -45,6 +45,7 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     `missing_parts` names the first of the `num_missing_parts` that were owed when a handoff failed. `num_chunks` counts the
     steps that `duration_ms` sums up; `started_ns` is then the start of the last one. Of a part that was pushed in several copies,
     `started_ns` is when the first of them began, `last_started_ns` when the last did, and `duration_ms` their sum.
+    A part is of `role` at `layer` of the model, or with a `namespace` of what is named there: the draft head.
     `trace_id` and `span_id` are those of the request's W3C trace and of the hop that tells.
     `lock` is the number of the request's lock and `lock_holder` who has it; a pull waited `wait_ms` for its shards and merged one
     role of them in `merge_ms`; `shard_state` is how the pull of one shard ended.
@@ -90,6 +91,7 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     num_accepted: int | None = None
     accepted_at: tuple[int, ...] = ()
     layer: int | None = None
+    namespace: str | None = None
     role: str | None = None
     source_rank: int | None = None
     destination_rank: int | None = None

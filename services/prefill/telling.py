@@ -16,6 +16,7 @@ from common.worker.core.parts import PartProgress, PushedParts
 from common.worker.core.sequence import Sequence
 from contracts.events import EventName
 from contracts.handoff import PrefillFinished, RunPrefill
+from contracts.manifest import Namespace
 from contracts.rank import PartPushed
 from services.prefill.core.owed_ranges import OwedKey
 from services.prefill.layer_times import LayerTimes
@@ -85,6 +86,7 @@ class Telling:
                 last_started_ns=None if push.started_ns == part.first_started_ns else push.started_ns,
                 duration_ms=part.push_ms,
                 num_bytes=part.num_bytes,
+                namespace=None if push.namespace is Namespace.TARGET else push.namespace,
                 role=push.role,
                 layer=push.layer,
                 source_rank=push.rank,

@@ -311,6 +311,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
         num_accepted=10,
         accepted_at=(7, 3),
         layer=3,
+        namespace="draft",
         role="key",
         source_rank=1,
         destination_rank=0,

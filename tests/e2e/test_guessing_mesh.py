@@ -66,7 +66,7 @@ async def test_short_answers_to_short_prompts_have_exactly_their_tokens(guessing
 
 
 async def test_the_draft_is_handed_over_and_prefill_guesses_nothing(guessing_pair: Probe) -> None:
-    """The link says so, and each handoff moves a part more than the model's own: key, value and hidden state of the draft head."""
+    """The link says so, and each handoff moves more than the model's parts, told apart: key, value and hidden state of the draft head."""
     choice = await guessing_pair.complete(PROMPT, 8, ignore_eos=True)
     request_id = choice["id"].removeprefix("cmpl-")
     await _released(guessing_pair, choice["id"])
@@ -76,6 +76,14 @@ async def test_the_draft_is_handed_over_and_prefill_guesses_nothing(guessing_pai
     assert linked["has_drafts"] is True
     owed = [event for event in guessing_pair.of_request(request_id) if event["event"] == "ledger_closed"]
     assert [event["num_parts"] for event in owed] == [linked["num_parts"]]
+
+    def pushed() -> list[Event]:
+        return [event for event in guessing_pair.of_request(request_id) if event["event"] == "part_pushed"]
+
+    await guessing_pair.event(lambda _: len(pushed()) == linked["num_parts"])
+    drafts = {event["role"] for event in pushed() if event.get("namespace") == "draft"}
+    assert drafts == {"key", "value", "bootstrap"}
+    assert {event.get("namespace") for event in pushed()} == {"draft", None}
 
 
 async def test_a_stream_tells_the_tokens_of_a_step_together(guessing_pair: Probe) -> None:

@@ -77,6 +77,7 @@ FULL = HandoffEvent(
     num_accepted=2800,
     accepted_at=(1400, 900, 500),
     layer=9,
+    namespace="draft",
     role="key",
     source_rank=0,
     destination_rank=11,
@@ -202,7 +203,7 @@ def test_an_event_is_a_line_with_every_field_that_it_has() -> None:
         "2030-01-01T00:00:00Z  r1-0  part_pushed  p0",
         "busy_ms=1.2  prepare_ms=2.0  rpc_ms=3.0  enqueue_ms=4.0  total_ms=5.0",
         "bytes=6,000  parts=7,000  all_tokens=8,000",
-        "steps=1,900  drafted=5,500  accepted=2,800  accepted_at=1400,900,500  layer=9  role=key",
+        "steps=1,900  drafted=5,500  accepted=2,800  accepted_at=1400,900,500  layer=9  namespace=draft  role=key",
         "source_rank=0  destination_rank=11  source_dp_rank=12  destination_dp_rank=13",
         "finish_reason=stop  error=worker_lost: d0 is gone",
     )

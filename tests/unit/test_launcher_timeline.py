@@ -103,6 +103,14 @@ def test_pushes_fold_into_one_row_a_rank() -> None:
     assert "rank pushed" not in rows
 
 
+def test_a_draft_heads_parts_are_told_from_the_models() -> None:
+    """In the row of their rank, and in the event of each."""
+    drafts = [msgspec.structs.replace(_push(16, 18, 0), namespace="draft", layer=0, num_bytes=10)]
+    rows = {row.name: row for row in build([*_story(), *drafts]).rows}
+    assert rows["push, rank 0"].detail == "busy 6.0 ms of it: draft key 10, key 1,000"
+    assert render_event(drafts[0]).partition("layer=0  namespace=draft  role=key")[1]
+
+
 def test_what_came_of_guesses_stands_at_the_release() -> None:
     """Steps, and how many of the guesses that they verified were right, by place where there are several; else nothing of it."""
     counts: dict[str, Any] = {"num_steps": 19, "num_drafted": 55, "num_accepted": 28, "accepted_at": (14, 9, 5)}

@@ -68,6 +68,7 @@ def render_event(event: HandoffEvent) -> str:
         ("accepted", _count(event.num_accepted)),
         ("accepted_at", ",".join(map(str, event.accepted_at))),
         ("layer", _count(event.layer)),
+        ("namespace", event.namespace or ""),
         ("role", event.role or ""),
         ("source_rank", _count(event.source_rank)),
         ("destination_rank", _count(event.destination_rank)),

@@ -314,7 +314,8 @@ def _pushed(
 def _roles(pushes: Sequence[HandoffEvent]) -> str:
     sums: dict[str, int] = defaultdict(int)
     for event in pushes:
-        sums[event.role or "cache"] += event.num_bytes or 0
+        name = event.role or "cache"
+        sums[f"{event.namespace} {name}" if event.namespace else name] += event.num_bytes or 0
     return ", ".join(f"{role} {total:,}" for role, total in sorted(sums.items()))
 
 
