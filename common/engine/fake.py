@@ -16,6 +16,8 @@ import msgspec
 from common.engine.digests import part_digests
 from common.engine.fake_model import fake_shape
 from common.engine.fake_pull import FIRST_DRAFT_TOKEN, STATES, FakePull, FakeReads
+from common.engine.fake_pushes import pushed_part, unsent
+from common.engine.fake_tokens import VOCAB_SIZE, drawn_tokens, fake_token
 from common.engine.port import EngineError, EngineInfo, PullResult, StepResult
 from common.engine.pull_reports import Pulls
 from common.layout.context_parallel import dcp_rank as dcp_rank_of
@@ -26,14 +28,13 @@ from common.layout.region import lay_out
 from common.layout.replicas import split_replicas
 from common.runtime.clock import Clock
 from contracts.handoff import Grant, PartDigest
-from contracts.manifest import Coordinates, Namespace, PlannedPart, Role
+from contracts.manifest import Coordinates, Namespace
 from contracts.rank import (
     BindSequence,
     DrafterKind,
     ExtendSequences,
     PartPushed,
     PeerSide,
-    PushOutcome,
     RankProgress,
     RankScan,
     RankStarted,
@@ -45,26 +46,11 @@ from contracts.rank_pull import PullReport, PullShards
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerDescription
 
-VOCAB_SIZE: Final = 1024
 EOS_TOKEN_ID: Final = 0
 MAX_POSITION: Final = 1 << 20
 MODEL: Final = "fake"
 
-_MASK: Final = (1 << 64) - 1
 _MAX_PUSHES: Final = 1 << 16
-
-
-def fake_token(seed: int, position: int) -> int:
-    """The token that every fake engine draws at `position`; never the end-of-sequence token. SplitMix64's finalizer."""
-    bits = (seed * 0x9E3779B97F4A7C15 + position + 1) & _MASK
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
-    return 1 + (bits ^ (bits >> 31)) % (VOCAB_SIZE - 1)
-
-
-def fake_accepted(seed: int, position: int, num_drafts: int) -> int:
-    """How many of the guesses behind the token at `position` every fake engine finds right."""
-    return fake_token(seed + 1, position) % (num_drafts + 1)
 
 
 class _Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,7 +257,7 @@ class FakeEngine:
                 raise EngineError(f"seq: {item.seq} is not bound")
             num_drafts.append(self._num_drafts(item))
             if item.sample:
-                tokens += _drawn(item, binding.sampling.seed, num_drafts[-1])
+                tokens += drawn_tokens(item, binding.sampling.seed, num_drafts[-1])
             for push in self._pushes_of(item, binding, started_ns, ended_ns):
                 pushed = True
                 await self._pushes.put(push)
@@ -346,18 +332,18 @@ class FakeEngine:
             return
         start, end = max(item.start, target.num_cached_tokens), item.start + item.num_tokens
         if WorkerRef(worker_id=target.grant.worker_id, incarnation=target.grant.incarnation) not in self._links:
-            yield _unsent(binding, start, end, started_ns, ended_ns)  # like a rank, whose connections are closed then
+            yield unsent(binding, start, end, started_ns, ended_ns)  # like a rank, whose connections are closed then
             return
         for part in self._link_of(target.grant, PeerSide.DESTINATION).plan.parts:
             if part.role in target.pulled:
                 continue
             if not part.role.is_paged:
                 if item.last_chunk:
-                    yield _pushed(part, binding, 0, 1, started_ns, ended_ns)
+                    yield pushed_part(part, binding, 0, 1, started_ns, ended_ns)
             else:
                 begin = max(start, FIRST_DRAFT_TOKEN) if part.namespace is Namespace.DRAFT else start
                 for first, last in held_range(begin, end, self._info.block_size, part.modulus, part.residue):
-                    yield _pushed(part, binding, first, last, started_ns, ended_ns)
+                    yield pushed_part(part, binding, first, last, started_ns, ended_ns)
 
     def _link_of(self, grant: Grant, side: PeerSide) -> _Link:
         link = self._links.get(WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation))
@@ -366,54 +352,3 @@ class FakeEngine:
         if grant.dp_rank >= link.dp:
             raise EngineError(f"grant.dp_rank: {grant.dp_rank} is not allowed; the rule is: below {link.dp}")
         return link
-
-
-def _drawn(item: StepItem, seed: int, num_drafts: int) -> list[SampledToken]:
-    """The tokens of an item that is sampled: one, and one more for each of its guesses that is right."""
-    first = item.start + item.num_tokens - num_drafts
-    count = 1 + fake_accepted(seed, first, num_drafts)
-    return [
-        SampledToken(seq=item.seq, position=position, token_id=fake_token(seed, position))
-        for position in range(first, first + count)
-    ]
-
-
-def _unsent(binding: BindSequence, start: int, end: int, started_ns: int, ended_ns: int) -> PartPushed:
-    return PartPushed(
-        rank=0,
-        seq=binding.seq,
-        handoff_id=binding.handoff_id,
-        namespace=Namespace.TARGET,
-        role=Role.KEY,
-        layer=0,
-        destination_rank=0,
-        start=start,
-        end=end,
-        num_bytes=0,
-        queued_ns=started_ns,
-        started_ns=started_ns,
-        done_ns=ended_ns,
-        outcome=PushOutcome.FAILED_QUIESCED,
-        reason="the peer is not linked any more",
-    )
-
-
-def _pushed(  # noqa: PLR0917 - a part, whose it is, its range, and when
-    part: PlannedPart, binding: BindSequence, start: int, end: int, started_ns: int, ended_ns: int
-) -> PartPushed:
-    return PartPushed(
-        rank=part.src_rank,
-        seq=binding.seq,
-        handoff_id=binding.handoff_id,
-        namespace=part.namespace,
-        role=part.role,
-        layer=part.layer,
-        destination_rank=part.dst_rank,
-        start=start,
-        end=end,
-        num_bytes=0,
-        queued_ns=started_ns,
-        started_ns=started_ns,
-        done_ns=ended_ns,
-        outcome=PushOutcome.DONE,
-    )
