@@ -68,7 +68,10 @@ def why_no_drafts(source: Fingerprint, destination: Fingerprint) -> str:
     """Why the draft's caches stay behind though a worker keeps some, and what to change; "" otherwise."""
     if source.draft == destination.draft:
         return ""
-    remedy = "start both with the same drafter"
+    remedy = "start both from a checkpoint with the same draft head"
+    lacking = "prefill" if not source.draft else "decode" if not destination.draft else ""
+    if lacking:
+        remedy = f"set num_speculative_tokens with drafter=mtp at the {lacking} worker, too"
     return Mismatch(
         rule=PlanRule.DRAFT, field="draft", source=source.draft, destination=destination.draft, remedy=remedy
     ).text

@@ -50,10 +50,12 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_workers(self) -> tuple[tuple[str, str], ...]:
-        """Those given, and those of the preset."""
+        """Those given, in that order; with a preset also its own, all in the order of a request's way."""
+        if self.preset is None:
+            return self.workers
         given = {role for role, _ in self.workers}
-        named = () if self.preset is None else self.preset.roles
-        return (*self.workers, *((role, "") for role in named if role not in given))
+        added = ((role, "") for role in self.preset.roles if role not in given)
+        return tuple(sorted((*self.workers, *added), key=lambda worker: WORKER_ROLES.index(worker[0])))
 
 
 class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,7 +64,11 @@ async def test_drafts_come_along_and_are_verified(tmp_path: Path, decode: dict[s
     ("prefill", "decode", "text"),
     [
         ({}, GUESSING, "draft: none at the prefill worker, mtp:"),
-        (GUESSING, {}, "none at the decode worker (rule same_draft: start both with the same drafter)"),
+        (
+            GUESSING,
+            {},
+            "at the decode worker (rule same_draft: set num_speculative_tokens with drafter=mtp at the decode worker, too)",
+        ),
         (GUESSING, {**GUESSING, "drafter": "ngram"}, "none at the decode worker"),
     ],
     ids=["none at prefill", "none at decode", "another at decode"],

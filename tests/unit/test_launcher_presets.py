@@ -81,12 +81,12 @@ def test_workers_beside_a_preset_replace_those_of_their_role() -> None:
         "num_speculative_tokens=0,mtp_draft_body_tp1=0",
     )
     assert [(worker.name, worker.settings.value.tp) for worker in mesh.workers] == [
+        ("prefill-0", 2),
         ("decode-0", 1),
         ("decode-1", 2),
         ("mixed-0", 1),
-        ("prefill-0", 2),
     ]
-    assert [worker.settings.value.num_speculative_tokens for worker in mesh.workers] == [3, 3, 0, 3]
+    assert [worker.settings.value.num_speculative_tokens for worker in mesh.workers] == [3, 3, 3, 0]
 
 
 def test_every_preset_may_start_and_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,18 +38,19 @@ def test_the_same_draft_comes_along_whatever_the_depth(depth: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "text"),
+    ("ours", "theirs", "remedy"),
     [
-        ("", "head", "draft: none at the prefill worker, head at the decode worker"),
-        ("head", "", "draft: head at the prefill worker, none at the decode worker"),
-        ("head", "other", "draft: head at the prefill worker, other at the decode worker"),
+        ("", "head", "set num_speculative_tokens with drafter=mtp at the prefill worker, too"),
+        ("head", "", "set num_speculative_tokens with drafter=mtp at the decode worker, too"),
+        ("head", "other", "start both from a checkpoint with the same draft head"),
     ],
 )
-def test_another_draft_stays_behind(ours: str, theirs: str, text: str) -> None:
+def test_another_draft_stays_behind(ours: str, theirs: str, remedy: str) -> None:
     """The pair is linked as if nobody kept a draft, and says what to change."""
     plain = terms(manifest("prefill-0", ""), manifest("decode-0", ""))
     found = terms(manifest("prefill-0", ours), manifest("decode-0", theirs))
     assert not found.has_drafts
-    assert found.why_no_drafts == f"{text} (rule same_draft: start both with the same drafter)"
+    text = f"draft: {ours or 'none'} at the prefill worker, {theirs or 'none'} at the decode worker"
+    assert found.why_no_drafts == f"{text} (rule same_draft: {remedy})"
     sizes = found.num_parts, found.token_bytes, found.state_bytes
     assert sizes == (plain.num_parts, plain.token_bytes, plain.state_bytes)

@@ -18,6 +18,7 @@ from services.launcher.core.rank_weights import rank_weight_bytes
 
 _MOST: Final = 1 << 40
 _PLANNED: Final = "planned"
+_DRAFT: Final = "mtp"
 
 
 class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +124,7 @@ def estimate_worker(
 def manifests_of(config: ModelConfig, size: WorkerSize, num_blocks: int) -> list[RankManifest]:
     """What the ranks of one replica would say of themselves, with room for one sequence of `num_blocks` blocks."""
     regions = [_region(config, size, rank, num_blocks, 1) for rank in range(size.tp)]
-    draft = _PLANNED if size.keeps_draft else ""
+    draft = _DRAFT if size.keeps_draft else ""
     return [each.manifest(worker_id=size.role, incarnation=size.role, model=_PLANNED, draft=draft) for each in regions]
 
 
