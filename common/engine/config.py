@@ -92,6 +92,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         replicas = max(1, tp // self.num_key_value_heads)
         if dcp < 1 or replicas % dcp:
             rule = f"divides the {replicas} ranks that hold one KV head at tp {tp}"
+            if replicas == 1:
+                rule = "must be 1 where no two ranks hold the same KV head"
             raise InvalidValueError(field="dcp", value=dcp, rule=rule)
 
 

@@ -162,5 +162,7 @@ def test_context_parallel_ranks_share_a_kv_head() -> None:
     """The group size divides the number of ranks that hold one KV head."""
     config = parse_config(TEXT)
     config.check_context_parallel(4, 2)
-    with pytest.raises(InvalidValueError, match="dcp"):
+    with pytest.raises(InvalidValueError, match=r"dcp: .* 1 where no two ranks hold the same KV head"):
         config.check_context_parallel(2, 2)
+    with pytest.raises(InvalidValueError, match=r"dcp: .* divides the 2 ranks that hold one KV head at tp 4"):
+        config.check_context_parallel(4, 4)

@@ -74,7 +74,7 @@ def test_every_refusal_stands_at_its_service_with_its_remedy() -> None:
     assert mesh[1].startswith("  refused: block_size = prefill-0 16, decode-0 32: the same on every")
     assert mixed[0].startswith("  refused: dcp = 2: must be 1 where prompts are computed in pieces")
     assert mixed[1].startswith("    dcp_chunked_prefill_is_experimental: set chunked_prefill=0")
-    assert decode[0] == "  refused: dcp = 2: divides the 1 ranks that hold one KV head at tp 2"
+    assert decode[0] == "  refused: dcp = 2: must be 1 where no two ranks hold the same KV head"
     assert decode[1] == "    dcp_ranks_hold_one_kv_head: set dcp to 1, or tp to 4 or 8"
     assert lines[-1] == "it may not start: 4 refused, 0 warned of"
 

@@ -123,7 +123,7 @@ legal cuts
   4   1, 2                   1                    2
   8   1, 2, 4                1                    4
 not legal
-  dcp 2 at tp 2: divides the 1 ranks that hold one KV head at tp 2
+  dcp 2 at tp 2: must be 1 where no two ranks hold the same KV head
   dcp 4 at tp 4: divides the 2 ranks that hold one KV head at tp 4
   dcp 8 at tp 8: divides the 4 ranks that hold one KV head at tp 8
   tp 16, tp 32: divides num_attention_heads (8)
