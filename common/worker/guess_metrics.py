@@ -19,7 +19,7 @@ class GuessMetrics:
             "worker_drafted_total", "Guesses that were verified, by their place in the step.", ("position",)
         )
         self._accepted = metrics.counter(
-            "worker_draft_accepted_total", "Those of them that were right, with all before them.", ("position",)
+            "worker_draft_accepted_total", "Guesses that were right, with all before them, by their place in the step.", ("position",)
         )
         for place in range(1, depth + 1):
             self._drafted.labels(str(place))
@@ -36,7 +36,7 @@ class GuessMetrics:
         )
         self._verify_seconds = metrics.histogram(
             "worker_verify_seconds",
-            "The rest of such a step: the model's pass over tokens and guesses.",
+            "The rest of a step that verified guesses: the model's pass over tokens and guesses.",
             buckets=PHASE_BUCKETS,
         )
 
