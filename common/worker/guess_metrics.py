@@ -19,7 +19,9 @@ class GuessMetrics:
             "worker_drafted_total", "Guesses that were verified, by their place in the step.", ("position",)
         )
         self._accepted = metrics.counter(
-            "worker_draft_accepted_total", "Guesses that were right, with all before them, by their place in the step.", ("position",)
+            "worker_draft_accepted_total",
+            "Guesses that were right, with all before them, by their place in the step.",
+            ("position",),
         )
         for place in range(1, depth + 1):
             self._drafted.labels(str(place))
