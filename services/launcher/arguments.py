@@ -32,10 +32,19 @@ class _Worker(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes no option for another of which it is the beginning. argparse makes its subparsers of the same class."""
+    """Takes no option for another of which it is the beginning, and refuses unknown words with the usage of the command that they follow.
+
+    argparse makes its subparsers of the same class.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 def parser() -> argparse.ArgumentParser:

@@ -100,6 +100,15 @@ def test_the_command_prints_tables_or_one_object(capsys: pytest.CaptureFixture[s
     assert "--decode tp = 3: divides num_attention_heads (8)" in capsys.readouterr().err
 
 
+def test_words_that_a_command_does_not_know_are_refused_with_its_own_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which says what it does know."""
+    with pytest.raises(SystemExit, match=str(EXIT_SETTINGS)):
+        run(["plan", "--model", str(SHIPPED_MODEL), "--mixed", "tp=4"])
+    told = capsys.readouterr().err
+    assert told.startswith("usage: pdmesh plan [-h] --model DIR")
+    assert told.endswith("pdmesh plan: error: unrecognized arguments: --mixed tp=4\n")
+
+
 def test_a_plan_is_made_without_torch(large: str) -> None:
     """On a machine that only looks."""
     program = (
