@@ -108,24 +108,26 @@ def chunk_rule(tokens: DeltaTokens, state: torch.Tensor) -> torch.Tensor:
 
 def convolve_step(window: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Causal depthwise convolution at the last of four tokens: `window [B, 4, C]`, `weight [4, C]`; returns `[B, C]`."""
+    if window.dtype != torch.float32:
+        return convolve_round(window, weight)[:, 0]
     return (window * weight).sum(1)
 
 
 def convolve_round(window: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same for T successive tokens of each of B sequences: `window [B, 3 + T, C]` begins with three older ones; `[B, T, C]`."""
+    """The same for T successive tokens of each of B sequences: `window [B, 3 + T, C]` begins with three older ones; `[B, T, C]`.
+
+    It sums in fp32 and rounds once: in a narrower type a token would come out otherwise with others beside it than alone, and guesses
+    would change what is said.
+    """
     taps = weight.shape[0]
     length = window.shape[1] - taps + 1
-    output = window[:, :length] * weight[0]
+    wide, weight = window.float(), weight.float()
+    output = wide[:, :length] * weight[0]
     for i in range(1, taps):
-        output.addcmul_(window[:, i : i + length], weight[i])
-    return output
+        output.addcmul_(wide[:, i : i + length], weight[i])
+    return output.to(window.dtype)
 
 
 def convolve_chunk(padded: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The same for successive tokens of one sequence: `padded [3 + T, C]` begins with the three tokens before; returns `[T, C]`."""
-    taps = weight.shape[0]
-    length = padded.shape[0] - taps + 1
-    output = padded[:length] * weight[0]
-    for i in range(1, taps):
-        output.addcmul_(padded[i : i + length], weight[i])
-    return output
+    return convolve_round(padded[None], weight)[0]

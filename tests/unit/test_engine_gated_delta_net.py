@@ -9,6 +9,7 @@ from common.engine.gated_delta_net import (
     DeltaTokens,
     chunk_rule,
     convolve_chunk,
+    convolve_round,
     convolve_step,
     step_rule,
     unit_length,
@@ -96,6 +97,21 @@ def test_convolution_looks_at_four_tokens() -> None:
     assert torch.allclose(convolve_chunk(padded, weight), expected, atol=1e-6)
     windows = torch.stack([padded[t : t + 4] for t in range(10)])
     assert torch.allclose(convolve_step(windows, weight), expected, atol=1e-6)
+
+
+def test_a_narrow_convolution_rounds_once_however_many_tokens_it_is_given() -> None:
+    """In bfloat16 a token alone, in a round of a few, and in a prompt has the same bits: those nearest to the exact sum."""
+    g = torch.Generator().manual_seed(2)
+    padded = torch.randn(203, 64, generator=g).bfloat16()
+    weight = torch.randn(4, 64, generator=g).bfloat16()
+    windows = torch.stack([padded[t : t + 4] for t in range(200)])
+    exact = (windows.double() * weight.double()).sum(1).bfloat16()
+    alone = convolve_step(windows, weight)
+    rounds = torch.stack([padded[t : t + 8] for t in range(0, 200, 5)])
+    assert torch.equal(convolve_round(rounds, weight).flatten(0, 1), alone)
+    assert torch.equal(convolve_chunk(padded, weight), alone)
+    # A sum in fp32 that lies within its own rounding of the middle between two neighbours may fall to the other side.
+    assert int((alone != exact).sum()) <= alone.numel() // 1000
 
 
 def test_unit_length_matches_its_formula() -> None:
