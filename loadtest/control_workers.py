@@ -17,7 +17,7 @@ import structlog
 from common.bus.nats import NatsBus
 from common.bus.port import Bus, Message
 from common.bus.storage import WORKERS_CONFIG
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.layout.planner import plan
 from common.runtime.clock import SystemClock
 from common.runtime.tasks import BoundedTasks

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from common.engine.config import load_config
+from common.engine.model.config import load_config
 from common.runtime.clock import Clock
 from loadtest.client import Prompt, Sample
 from loadtest.events import decode_manifests, handoffs_of

@@ -7,19 +7,19 @@ from typing import Final
 
 import torch
 
-from common.engine.attention import paged_attention
-from common.engine.attention_metadata import SequenceView, attention_geometry
-from common.engine.cache import LayerCaches
 from common.engine.collectives.passed_fd import PassedFd
 from common.engine.collectives.port import Collectives
 from common.engine.collectives.shared_memory import SharedMemoryCollectives
-from common.engine.config import FULL_ATTENTION
-from common.engine.context_group import split_context
 from common.engine.device.cpu import CpuDevice
-from common.engine.model import Model
-from common.engine.shard import RankShard
-from common.engine.step_buffers import StepBuffers, StepInput, StepSequence
-from common.engine.weights import FullAttentionWeights, LayerWeights, LinearAttentionWeights, ModelWeights
+from common.engine.model.attention import paged_attention
+from common.engine.model.attention_metadata import SequenceView, attention_geometry
+from common.engine.model.config import FULL_ATTENTION
+from common.engine.model.context_group import split_context
+from common.engine.model.model import Model
+from common.engine.model.shard import RankShard
+from common.engine.model.weights import FullAttentionWeights, LayerWeights, LinearAttentionWeights, ModelWeights
+from common.engine.ranks.cache import LayerCaches
+from common.engine.ranks.step_buffers import StepBuffers, StepInput, StepSequence
 from common.layout.context_parallel import local_length
 from common.runtime.clock import SystemClock
 from loadtest.dcp_collectives import SimulatedCollectives, Stopwatch, TimedCollectives

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.engine.cache_shape import cache_shape
-from common.engine.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
+from common.engine.model.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
+from common.engine.ranks.cache_shape import cache_shape
 from common.layout.context_parallel import local_length
 from common.layout.region import RegionMap, lay_out
 from contracts.manifest import Coordinates, Dtype

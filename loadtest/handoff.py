@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from common.engine.config import load_config
+from common.engine.model.config import load_config
 from common.runtime.clock import Clock
 from loadtest.client import Prompt, Sample
 from loadtest.comparison import Comparison

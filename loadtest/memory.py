@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from common.engine.config import load_config
+from common.engine.model.config import load_config
 from common.runtime.clock import Clock, Deadline
 from contracts.errors import PdmeshError
 from loadtest.growth import GROWTH_AIM, MIB, Growth, growth_of

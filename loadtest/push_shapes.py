@@ -32,8 +32,8 @@ def large_shape(num_blocks: int, num_slots: int) -> CacheShape:
 
 def model_shape(model: Path, num_blocks: int, num_slots: int) -> CacheShape:
     """The caches of a checkpoint in float32. Raises InvalidValueError for a checkpoint that cannot be read."""
-    from common.engine.cache_shape import cache_shape
-    from common.engine.config import load_config
+    from common.engine.model.config import load_config
+    from common.engine.ranks.cache_shape import cache_shape
 
     return cache_shape(
         load_config(model),

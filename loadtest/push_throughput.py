@@ -23,9 +23,9 @@ import msgspec
 
 from common.dataplane.port import Outcome, Region, RemoteRegion, TransferResult, WriteGrant
 from common.dataplane.shm import ShmDataPlane
-from common.engine.peers import Peer
-from common.engine.push_lane import MAX_BATCHED
-from common.engine.push_write import PushPart, cells_of, write_parts
+from common.engine.transfer.peers import Peer
+from common.engine.transfer.push_lane import MAX_BATCHED
+from common.engine.transfer.push_write import PushPart, cells_of, write_parts
 from common.layout.bind import TokenChunk
 from common.layout.part_copies import PartCopies
 from common.layout.planner import ReshardPlan, plan

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from common.bus.port import Bus
-from common.engine.config import load_config
+from common.engine.model.config import load_config
 from common.runtime.clock import Clock
 from contracts import subjects
 from contracts.codec import decode, encode

@@ -10,22 +10,22 @@ from typing import Final
 
 import torch
 
-from common.engine.agreement import Agreement
-from common.engine.attention_metadata import SequenceView, attention_geometry
-from common.engine.cache import LayerCaches
-from common.engine.cache_shape import cache_shape
-from common.engine.config import load_config
 from common.engine.device.cpu import CpuDevice
-from common.engine.full_attention import FullAttention, PagedCache
-from common.engine.model import Model
-from common.engine.mtp_head import FIRST_KEY, MtpHead
-from common.engine.rank import Rank, RankPorts
-from common.engine.sampler import Draw, Sampler
-from common.engine.shard import RankShard
-from common.engine.step_buffers import StepBuffers, StepSequence
-from common.engine.tensor_parallel import TensorParallel
-from common.engine.transports import open_data_plane
-from common.engine.weights import load_mtp_weights, load_weights
+from common.engine.model.attention_metadata import SequenceView, attention_geometry
+from common.engine.model.config import load_config
+from common.engine.model.full_attention import FullAttention, PagedCache
+from common.engine.model.model import Model
+from common.engine.model.mtp_head import FIRST_KEY, MtpHead
+from common.engine.model.sampler import Draw, Sampler
+from common.engine.model.shard import RankShard
+from common.engine.model.tensor_parallel import TensorParallel
+from common.engine.model.weights import load_mtp_weights, load_weights
+from common.engine.ranks.agreement import Agreement
+from common.engine.ranks.cache import LayerCaches
+from common.engine.ranks.cache_shape import cache_shape
+from common.engine.ranks.rank import Rank, RankPorts
+from common.engine.ranks.step_buffers import StepBuffers, StepSequence
+from common.engine.transfer.transports import open_data_plane
 from common.layout.region import lay_out
 from common.runtime.clock import SystemClock
 from contracts.errors import PdmeshError

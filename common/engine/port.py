@@ -1,6 +1,6 @@
 """The engine as a worker's asyncio process sees it: commands to a group of ranks. No torch here.
 
-Adapters: `common.engine.rank_group` (ranks in processes, or in threads for tests) and `common.engine.fake` (no model).
+Adapters: `common.engine.ranks.group` (ranks in processes, or in threads for tests) and `common.engine.fake.engine` (no model).
 """
 
 from __future__ import annotations

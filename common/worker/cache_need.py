@@ -7,8 +7,8 @@ from typing import Final
 import msgspec
 
 from common.dataplane.shm_memory import CELL_BYTES, data_offset
-from common.engine.cache_shape import cache_shape
-from common.engine.config import load_config
+from common.engine.model.config import load_config
+from common.engine.ranks.cache_shape import cache_shape
 from common.layout.region import lay_out
 from common.runtime.host_memory import HostMemory
 from common.runtime.settings import SettingsError, SettingsProblem

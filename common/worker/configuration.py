@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from common.engine.config import load_config
-from common.engine.fake_model import FakeModel
+from common.engine.fake.model import FakeModel
+from common.engine.model.config import load_config
 from common.runtime.settings import Loaded, SettingsProblem, load_from_arguments
 from common.worker.core.compatibility import Cuttable, Refusal, Verdict, judge
 from common.worker.core.role_settings import misplaced

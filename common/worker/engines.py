@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import assert_never
 
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.engine.port import Engine
-from common.engine.rank_group import RankGroup
-from common.engine.rank_launch import ProcessLauncher
+from common.engine.ranks.group import RankGroup
+from common.engine.ranks.launch import ProcessLauncher
 from common.runtime.clock import Clock
 from common.worker.replica import StartedEngine
 from common.worker.settings import EngineKind, WorkerSettings

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from common.engine.config import load_config
+from common.engine.model.config import load_config
 from common.runtime.settings import SettingsError, SettingsProblem, load
 from common.worker.configuration import rules_of
 from common.worker.settings import WorkerSettings

@@ -12,10 +12,10 @@ from typing import Any
 from common.dataplane.port import DataPlane
 from common.engine.collectives.threads import ThreadGroup
 from common.engine.port import EngineInfo
-from common.engine.rank_group import RankGroup, RankGroupTimeouts
-from common.engine.rank_launch import Launcher, ThreadLauncher
-from common.engine.rank_process import RankEnvironment, serve
-from common.engine.transports import open_data_plane
+from common.engine.ranks.group import RankGroup, RankGroupTimeouts
+from common.engine.ranks.launch import Launcher, ThreadLauncher
+from common.engine.ranks.process import RankEnvironment, serve
+from common.engine.transfer.transports import open_data_plane
 from common.runtime.clock import SystemClock
 from contracts.rank import BindSequence, StartRank, StepItem, StepPlan
 from contracts.requests import SamplingParams

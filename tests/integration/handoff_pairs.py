@@ -13,10 +13,10 @@ from pathlib import Path
 from common.dataplane.port import DataPlane
 from common.engine.collectives.threads import ThreadGroup
 from common.engine.port import EngineInfo
-from common.engine.rank_group import RankGroup
-from common.engine.rank_launch import Launcher, ThreadLauncher
-from common.engine.rank_process import RankEnvironment, serve
-from common.engine.transports import open_data_plane
+from common.engine.ranks.group import RankGroup
+from common.engine.ranks.launch import Launcher, ThreadLauncher
+from common.engine.ranks.process import RankEnvironment, serve
+from common.engine.transfer.transports import open_data_plane
 from common.layout.planner import ReshardPlan, plan
 from common.layout.ranges import RangeSet
 from common.runtime.clock import Clock, SystemClock

@@ -22,8 +22,8 @@ from common.bus.memory import MemoryBus, MemoryServer
 from common.bus.nats import NatsBus
 from common.bus.port import Bus, Message
 from common.bus.server import NatsServer
-from common.engine.fake import FakeEngine
-from common.engine.fake_tokens import fake_token
+from common.engine.fake.engine import FakeEngine
+from common.engine.fake.tokens import fake_token
 from common.runtime.clock import Clock, SystemClock
 from common.runtime.lifecycle import Lifecycle, serve
 from common.runtime.metrics import Metrics

@@ -10,7 +10,7 @@ from typing import Any
 from common.bus.memory import MemoryServer
 from common.bus.port import Subscription
 from common.bus.storage import EVENTS_CONFIG, LINKS_CONFIG, WORKERS_CONFIG
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.engine.port import EngineError
 from common.runtime.metrics import Metrics
 from common.runtime.offload import inline

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from common.bus.storage import EVENTS_CONFIG
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from contracts import subjects
 from contracts.codec import decode
 from contracts.events import HandoffEvent

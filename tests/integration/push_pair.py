@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from common.engine.port import EngineInfo
-from common.engine.rank_group import RankGroup
-from common.engine.rank_launch import Launcher, ProcessLauncher
+from common.engine.ranks.group import RankGroup
+from common.engine.ranks.launch import Launcher, ProcessLauncher
 from common.layout.planner import plan
 from common.layout.ranges import RangeSet
 from contracts.handoff import Grant

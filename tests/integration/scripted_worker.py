@@ -9,7 +9,7 @@ import msgspec
 
 from common.bus.port import Bus, Message, Subscription
 from common.bus.storage import WORKERS_CONFIG
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.runtime.clock import Clock
 from contracts import subjects
 from contracts.codec import decode, encode

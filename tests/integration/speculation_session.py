@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.engine.port import StepResult
-from common.engine.rank_group import RankGroup
+from common.engine.ranks.group import RankGroup
 from contracts.rank import StepItem, StepPlan
 from contracts.requests import SamplingParams
 from tests.integration.engine_world import binding

@@ -10,7 +10,7 @@ import pytest
 
 from common.bus.faults import SeededFaults
 from common.bus.storage import handoffs_config
-from common.engine.fake_tokens import fake_token
+from common.engine.fake.tokens import fake_token
 from common.worker.settings import PulledRoles
 from contracts import ids, subjects
 from contracts.codec import decode

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.engine.port import EngineDeadError
-from common.engine.rank_launch import ProcessLauncher
+from common.engine.ranks.launch import ProcessLauncher
 from common.runtime.clock import SystemClock
 from contracts.rank import CollectivesKind, StepItem, StepPlan
 from tests.e2e.proc import state_of

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from common.engine.attention_metadata import AttentionGeometry, Ints
-from common.engine.context_group import ContextGroup
+from common.engine.model.attention_metadata import AttentionGeometry, Ints
+from common.engine.model.context_group import ContextGroup
 from common.engine.port import EngineDeadError, EngineError
 from common.worker.core.verification import differences
 from contracts.manifest import PagedPlace, Role

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5ForCausalLM
 
-from common.engine.cache import LayerCaches
-from common.engine.cache_shape import cache_shape
-from common.engine.config import load_config
 from common.engine.device.cpu import CpuDevice
-from common.engine.fingerprint import checkpoint_fingerprint
-from common.engine.model import Model
-from common.engine.shard import RankShard
-from common.engine.weights import load_weights
+from common.engine.model.config import load_config
+from common.engine.model.fingerprint import checkpoint_fingerprint
+from common.engine.model.model import Model
+from common.engine.model.shard import RankShard
+from common.engine.model.weights import load_weights
+from common.engine.ranks.cache import LayerCaches
+from common.engine.ranks.cache_shape import cache_shape
 from common.layout.region import lay_out
 from contracts.manifest import Coordinates, Dtype
 from tests.integration.reference_prompts import random_model

@@ -10,7 +10,7 @@ import pytest
 
 from common.dataplane.port import DataPlane, Region
 from common.engine.port import EngineError
-from common.engine.rank_group import RankGroup
+from common.engine.ranks.group import RankGroup
 from common.worker.core.verification import differences
 from contracts.handoff import PartDigest
 from contracts.rank import PeerSide, StartRank

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.engine.attention_metadata import SequenceView
-from common.engine.drafter import Advance
-from common.engine.mtp_drafter import MtpDrafter
-from common.engine.mtp_head import FIRST_KEY
-from common.engine.step_buffers import StepSequence
+from common.engine.drafts.drafter import Advance
+from common.engine.drafts.mtp_drafter import MtpDrafter
+from common.engine.model.attention_metadata import SequenceView
+from common.engine.model.mtp_head import FIRST_KEY
+from common.engine.ranks.step_buffers import StepSequence
 from loadtest.speculate_rank import Passes, SpeculatingRanks
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"

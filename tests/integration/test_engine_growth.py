@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from common.engine.port import EngineError
-from common.engine.rank_group import RankGroup
+from common.engine.ranks.group import RankGroup
 from contracts.rank import DrafterKind, ExtendSequences, Extension, StepItem, StepPlan
 from tests.integration.engine_world import binding, engine, starts, thread_launcher
 from tests.integration.stored_reference import load_reference

@@ -14,16 +14,16 @@ from transformers import Qwen3_5ForCausalLM
 from transformers.modeling_layers import MtpLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
-from common.engine.attention_metadata import AttentionGeometry, SequenceView
-from common.engine.cache import LayerCaches
-from common.engine.cache_shape import cache_shape
-from common.engine.config import load_config
 from common.engine.device.cpu import CpuDevice
-from common.engine.full_attention import FullAttention, PagedCache
-from common.engine.mtp_head import FIRST_KEY, MtpHead
-from common.engine.shard import RankShard
-from common.engine.tensor_parallel import TensorParallel
-from common.engine.weights import load_mtp_weights, load_weights
+from common.engine.model.attention_metadata import AttentionGeometry, SequenceView
+from common.engine.model.config import load_config
+from common.engine.model.full_attention import FullAttention, PagedCache
+from common.engine.model.mtp_head import FIRST_KEY, MtpHead
+from common.engine.model.shard import RankShard
+from common.engine.model.tensor_parallel import TensorParallel
+from common.engine.model.weights import load_mtp_weights, load_weights
+from common.engine.ranks.cache import LayerCaches
+from common.engine.ranks.cache_shape import cache_shape
 from common.layout.region import lay_out
 from contracts.manifest import Coordinates, Dtype
 

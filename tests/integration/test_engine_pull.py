@@ -16,8 +16,8 @@ from common.dataplane import shm_remote, tcp_caller
 from common.dataplane.cell_check import CellCheck
 from common.dataplane.copier import copy_group
 from common.engine.port import EngineError
-from common.engine.rank_group import RankGroup
-from common.engine.rank_launch import ProcessLauncher
+from common.engine.ranks.group import RankGroup
+from common.engine.ranks.launch import ProcessLauncher
 from contracts.errors import ErrorCode
 from contracts.handoff import Grant
 from contracts.manifest import Role

@@ -18,9 +18,9 @@ import torch
 from common.dataplane.fake import FakeDataPlane
 from common.dataplane.fake_network import FakeNetwork
 from common.dataplane.port import DataPlane, Outcome, TransferResult
-from common.engine import pull_read
-from common.engine.puller import Puller
-from common.engine.transports import open_data_plane
+from common.engine.transfer import pull_read
+from common.engine.transfer.puller import Puller
+from common.engine.transfer.transports import open_data_plane
 from common.layout.planner import plan
 from common.layout.region import StagingRows
 from common.layout.run import Run
@@ -271,7 +271,7 @@ async def test_a_merge_before_all_shards_are_there_is_seen(world: World, monkeyp
     def all_but_one(shard: pull_read.Shard, *rest: Any) -> TransferResult:
         return TransferResult(outcome=Outcome.DONE) if shard.src_rank == 1 else read(shard, *rest)
 
-    monkeypatch.setattr("common.engine.puller.read_shard", all_but_one)
+    monkeypatch.setattr("common.engine.transfer.puller.read_shard", all_but_one)
     async with world.session(2, 1) as session:
         one = await session.reserve(SHORT)
         await session.prefill(one)

@@ -14,7 +14,7 @@ import pytest
 from common.dataplane import shm_remote
 from common.dataplane.copier import copy_group
 from common.engine.port import EngineError
-from common.engine.push_lane import MAX_BATCHED
+from common.engine.transfer.push_lane import MAX_BATCHED
 from contracts.handoff import Grant
 from contracts.manifest import Role
 from contracts.rank import PushOutcome, PushTarget, StepItem, StepPlan

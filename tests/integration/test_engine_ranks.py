@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from common.engine.port import Engine, EngineDeadError, EngineError
-from common.engine.rank_group import RankGroup
-from common.engine.rank_launch import ProcessLauncher
+from common.engine.ranks.group import RankGroup
+from common.engine.ranks.launch import ProcessLauncher
 from contracts.rank import CollectivesKind, DrafterKind, StepItem, StepPlan
 from contracts.requests import SamplingParams
 from tests.integration.engine_world import binding, engine, generate, starts, thread_launcher
@@ -183,7 +183,7 @@ async def test_one_rank_that_cannot_run_a_step_fails_it_on_all(
     async with engine(starts(reference.folder, tmp_path, 2), thread_launcher(2)) as (group, _):
         await group.bind(binding(0, 4))
         plan = StepPlan(step=0, items=(StepItem(seq=0, start=0, num_tokens=2, token_ids=(5, 6), sample=True),))
-        planted("common.engine.step_buffers.StepBuffers", "fill", 1)
+        planted("common.engine.ranks.step_buffers.StepBuffers", "fill", 1)
         with pytest.raises(EngineError, match=r"ranks \[1\] cannot run"):
             await group.step(plan)
         monkeypatch.undo()
@@ -197,7 +197,7 @@ async def test_a_sampling_failure_is_everybodys(
     async with engine(starts(reference.folder, tmp_path, 2), thread_launcher(2)) as (group, _):
         await group.bind(binding(0, 4))
         plan = StepPlan(step=0, items=(StepItem(seq=0, start=0, num_tokens=2, token_ids=(5, 6), sample=True),))
-        planted("common.engine.sampler.Sampler", "sample", 0)
+        planted("common.engine.model.sampler.Sampler", "sample", 0)
         with pytest.raises(EngineError, match="planted"):
             await group.step(plan)
         monkeypatch.undo()
@@ -211,7 +211,7 @@ async def test_a_failure_inside_the_model_ends_the_engine(
     async with engine(starts(reference.folder, tmp_path, 2), thread_launcher(2)) as (group, _):
         await group.bind(binding(0, 4))
         plan = StepPlan(step=0, items=(StepItem(seq=0, start=0, num_tokens=2, token_ids=(5, 6), sample=True),))
-        planted("common.engine.linear_attention.LinearAttention", "mix", 1)
+        planted("common.engine.model.linear_attention.LinearAttention", "mix", 1)
         with pytest.raises(EngineDeadError, match="planted"):
             await group.step(plan)
         with pytest.raises(EngineDeadError):
@@ -223,7 +223,7 @@ async def test_a_bind_that_fails_on_one_rank_is_undone_on_the_others(
 ) -> None:
     """No rank holds a sequence that another does not."""
     async with engine(starts(reference.folder, tmp_path, 2), thread_launcher(2)) as (group, _):
-        planted("common.engine.cache.LayerCaches", "zero_slot", 1)
+        planted("common.engine.ranks.cache.LayerCaches", "zero_slot", 1)
         with pytest.raises(EngineError, match="on 1 of 2 ranks"):
             await group.bind(binding(0, 4))
         monkeypatch.undo()

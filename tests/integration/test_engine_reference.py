@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.attention_metadata import AttentionGeometry
-from common.engine.cache import LayerCaches
-from common.engine.cache_shape import cache_shape
-from common.engine.config import load_config
 from common.engine.device.cpu import CpuDevice
-from common.engine.model import LayerHook, Model, ignore_layer
-from common.engine.shard import RankShard
-from common.engine.step_buffers import StepBuffers, StepSequence
-from common.engine.weights import load_weights
+from common.engine.model.attention_metadata import AttentionGeometry
+from common.engine.model.config import load_config
+from common.engine.model.model import LayerHook, Model, ignore_layer
+from common.engine.model.shard import RankShard
+from common.engine.model.weights import load_weights
+from common.engine.ranks.cache import LayerCaches
+from common.engine.ranks.cache_shape import cache_shape
+from common.engine.ranks.step_buffers import StepBuffers, StepSequence
 from common.layout.region import lay_out
 from contracts.manifest import Coordinates, Dtype
 

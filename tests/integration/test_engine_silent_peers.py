@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from common.engine import peers
 from common.engine.port import EngineDeadError, EngineError
-from common.engine.rank_group import RankGroup, RankGroupTimeouts
+from common.engine.ranks.group import RankGroup, RankGroupTimeouts
+from common.engine.transfer import peers
 from contracts.errors import ErrorCode
 from contracts.handoff import Grant
 from contracts.rank import MAX_CONNECTING, PushTarget

@@ -176,7 +176,7 @@ def chunk_restarting_at_row_0(
 
 async def test_a_second_chunk_that_restarts_at_row_0_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: every report is in order, and keys and values of both layers differ."""
-    monkeypatch.setattr("common.engine.step_pushes.TokenChunk", chunk_restarting_at_row_0)
+    monkeypatch.setattr("common.engine.ranks.step_pushes.TokenChunk", chunk_restarting_at_row_0)
     async with world.session(2, 1) as session:
         one = await session.reserve(LONG)
         await session.prefill(one)

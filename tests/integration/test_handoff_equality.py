@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 from transformers import Qwen3_5ForCausalLM
 
-import common.engine.peers
+import common.engine.transfer.peers
 from common.layout.planner import ReshardPlan, plan
 from common.layout.templates import SlotTemplate
 from contracts.manifest import RankManifest, Role
@@ -153,7 +153,7 @@ async def test_conv_as_one_slab_is_seen(
         return msgspec.structs.replace(good, templates=tuple(templates))
 
     source, destination = workers["p2"], workers["d1"]
-    monkeypatch.setattr(common.engine.peers, "plan", slab_plan)
+    monkeypatch.setattr(common.engine.transfer.peers, "plan", slab_plan)
     await link(source, destination)
     try:
         batch = prompts[:BATCH]

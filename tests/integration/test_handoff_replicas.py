@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from common.engine.peer_table import PeerTable
-from common.engine.peers import Peer
+from common.engine.transfer.peer_table import PeerTable
+from common.engine.transfer.peers import Peer
 from common.layout.replicas import plan_workers
 from common.runtime.clock import SystemClock
 from common.worker.replica import StartedEngine

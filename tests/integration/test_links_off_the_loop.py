@@ -10,7 +10,7 @@ import pytest
 
 from common.bus.memory import MemoryServer
 from common.bus.storage import WORKERS_CONFIG
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.layout.replicas import plan_workers
 from common.runtime.clock import SystemClock
 from contracts.requests import WorkerRef

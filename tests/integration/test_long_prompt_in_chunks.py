@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from common.engine.rank_group import RankGroup
+from common.engine.ranks.group import RankGroup
 from contracts.rank import StepPlan
 from tests.integration.byte_session import ByteSession
 from tests.integration.cache_bytes import Memories, differing

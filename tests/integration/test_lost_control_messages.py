@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.bus.faults import DIRECT, Trip
-from common.engine.fake_tokens import fake_token
+from common.engine.fake.tokens import fake_token
 from contracts import ids, subjects
 from contracts.handoff import HandoffState
 from contracts.requests import FinishReason

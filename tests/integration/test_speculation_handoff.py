@@ -14,11 +14,11 @@ import pytest_asyncio
 import torch
 from tokenizers import Tokenizer
 
-from common.engine.config import load_config
-from common.engine.draft_handoff import DraftHandoff
+from common.engine.drafts.handoff import DraftHandoff
+from common.engine.model.config import load_config
+from common.engine.model.shard import RankShard
+from common.engine.model.weights import load_mtp_weights, load_weights, num_weight_bytes
 from common.engine.port import EngineError
-from common.engine.shard import RankShard
-from common.engine.weights import load_mtp_weights, load_weights, num_weight_bytes
 from common.layout.bind import TokenChunk
 from common.layout.part_copies import PartCopies
 from common.layout.run_batch import Placed

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from common.engine.fake_tokens import fake_token
+from common.engine.fake.tokens import fake_token
 from contracts import ids
 from contracts.handoff import HandoffState
 from contracts.requests import FinishReason

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from common.engine.fake import FakeEngine
-from common.engine.fake_tokens import fake_token
+from common.engine.fake.engine import FakeEngine
+from common.engine.fake.tokens import fake_token
 from contracts import ids, subjects
 from contracts.codec import encode
 from contracts.errors import ErrorCode

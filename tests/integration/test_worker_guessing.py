@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from common.engine.fake_tokens import fake_accepted
+from common.engine.fake.tokens import fake_accepted
 from common.worker.service import WorkerService
 from contracts import subjects
 from contracts.codec import encode

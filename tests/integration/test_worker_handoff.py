@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.bus.storage import EVENTS_CONFIG
-from common.engine.fake_tokens import fake_token
+from common.engine.fake.tokens import fake_token
 from common.runtime.clock import SystemClock
 from common.worker.replica import StartedEngine
 from common.worker.settings import PulledRoles, WorkerSettings

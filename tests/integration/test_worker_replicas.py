@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.bus.storage import LINKS_CONFIG
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.layout.refusal import PlanRefusedError
 from common.runtime.clock import SystemClock
 from common.runtime.virtual_time import VirtualClock, run_virtual

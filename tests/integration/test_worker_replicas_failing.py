@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.engine.port import EngineDeadError, StepResult
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from contracts.errors import ErrorCode

@@ -16,7 +16,7 @@ from common.bus.errors import BusError
 from common.bus.memory import MemoryServer
 from common.bus.port import Bus, Subscription
 from common.bus.storage import LINKS_CONFIG
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.runtime.metrics import Metrics
 from common.runtime.offload import inline
 from common.runtime.virtual_time import VirtualClock, run_virtual

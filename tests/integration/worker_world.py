@@ -14,8 +14,8 @@ import structlog
 from common.bus.memory import MemoryBus, MemoryServer
 from common.bus.port import Subscription
 from common.bus.storage import LINKS_CONFIG
-from common.engine.fake import FakeEngine
-from common.engine.fake_tokens import fake_token
+from common.engine.fake.engine import FakeEngine
+from common.engine.fake.tokens import fake_token
 from common.engine.port import EngineError, StepResult
 from common.runtime.clock import Clock
 from common.runtime.metrics import Metrics

@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-from common.engine.cache import LayerCaches
-from common.engine.drafter import Advance
+from common.engine.drafts.drafter import Advance
+from common.engine.ranks.cache import LayerCaches
 
 
 class FakeBlockDrafter:

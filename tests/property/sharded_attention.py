@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.engine.attention import paged_attention, write_paged
-from common.engine.attention_metadata import AttentionGeometry, AttentionMetadata, SequenceView
-from common.engine.partial import BinaryLse, Lse, NaturalLse, Partial, merge_partials
+from common.engine.model.attention import paged_attention, write_paged
+from common.engine.model.attention_metadata import AttentionGeometry, AttentionMetadata, SequenceView
+from common.engine.model.partial import BinaryLse, Lse, NaturalLse, Partial, merge_partials
 
 DIM = 4
 HEADS = 3

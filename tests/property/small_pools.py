@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from common.engine.fake_tokens import fake_accepted, fake_token
+from common.engine.fake.tokens import fake_accepted, fake_token
 from common.engine.port import Engine, StepResult
 from common.worker.core.blocks import BlockPool
 from common.worker.core.growth import Growth

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine import attention_metadata
-from common.engine.attention_metadata import KeyTile
-from common.engine.partial import NaturalLse, Partial
+from common.engine.model import attention_metadata
+from common.engine.model.attention_metadata import KeyTile
+from common.engine.model.partial import NaturalLse, Partial
 from tests.property.sharded_attention import (
     BinaryDevice,
     Float64Device,

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from common.engine.cache import LayerCaches
-from common.engine.drafter import Advance
+from common.engine.drafts.drafter import Advance
+from common.engine.ranks.cache import LayerCaches
 from common.layout.planner import ReshardPlan
 from common.layout.refusal import PlanRefusedError
 from common.layout.region import lay_out

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.ngram_index import LONGEST, NgramIndex
+from common.engine.drafts.ngram_index import LONGEST, NgramIndex
 
 VOCAB_SIZE = 5
 TEXTS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=60)

@@ -14,9 +14,10 @@ from itertools import product
 import pytest
 import torch
 
-from common.engine import mtp_drafter, step_runner
-from common.engine.drafter import Advance
-from common.engine.sampler import Draw
+from common.engine.drafts import mtp_drafter
+from common.engine.drafts.drafter import Advance
+from common.engine.model.sampler import Draw
+from common.engine.ranks import step_runner
 from tests.property.race_cells import LATE, Cell, agreement, cells
 from tests.property.toy_speculation import VOCAB_SIZE, Tables, ToyEngine
 
@@ -37,7 +38,7 @@ class Enumeration:
         self._known: dict[tuple[int, int, int], Texts] = {}
         self.accepted: defaultdict[int, float] = defaultdict(float)
         self._times: dict[tuple[int, int], tuple[float, ...]] = {}
-        monkeypatch.setattr("common.engine.sampler.arrival_times", self._arrival_times)
+        monkeypatch.setattr("common.engine.model.sampler.arrival_times", self._arrival_times)
 
     def texts(self, position: int, token: int, count: int) -> Texts:
         """The next `count` tokens behind `token`, run after run; each begins with as many guesses as are still wanted."""

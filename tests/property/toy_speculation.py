@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import torch
 
-from common.engine.agreement import Agreement
-from common.engine.attention_metadata import AttentionGeometry, AttentionMetadata, SequenceView
-from common.engine.bound_sequence import BoundSequence
-from common.engine.model import Output
-from common.engine.mtp_drafter import MtpDrafter
-from common.engine.mtp_head import MtpHead
-from common.engine.sampler import Sampler
-from common.engine.step_buffers import StepBuffers, StepInput
-from common.engine.step_runner import StepRunner
+from common.engine.drafts.mtp_drafter import MtpDrafter
+from common.engine.model.attention_metadata import AttentionGeometry, AttentionMetadata, SequenceView
+from common.engine.model.model import Output
+from common.engine.model.mtp_head import MtpHead
+from common.engine.model.sampler import Sampler
+from common.engine.ranks.agreement import Agreement
+from common.engine.ranks.bound_sequence import BoundSequence
+from common.engine.ranks.step_buffers import StepBuffers, StepInput
+from common.engine.ranks.step_runner import StepRunner
 from common.runtime.clock import SystemClock
 from contracts.rank import BindSequence, StepItem, StepPlan
 from contracts.requests import SamplingParams

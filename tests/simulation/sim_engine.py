@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.engine.port import EngineDeadError, EngineError, PullResult, StepResult
 from common.runtime.clock import Clock
 from contracts.handoff import Grant

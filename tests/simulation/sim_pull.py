@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any, Final
 
-from common.engine.fake_pull import FakeReads
+from common.engine.fake.pull import FakeReads
 from contracts.rank_pull import PullShards
 from tests.simulation.plane import Plane
 

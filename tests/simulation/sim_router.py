@@ -10,8 +10,8 @@ from common.bus.kept_record import KeptRecord
 from common.bus.port import Bus
 from common.bus.refusals import Refusals
 from common.bus.storage import ROUTERS_CONFIG
-from common.engine.fake import EOS_TOKEN_ID
-from common.engine.fake_tokens import VOCAB_SIZE, fake_token
+from common.engine.fake.engine import EOS_TOKEN_ID
+from common.engine.fake.tokens import VOCAB_SIZE, fake_token
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.tasks import BoundedTasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.engine.config import ModelConfig
+from common.engine.model.config import ModelConfig
 from contracts.manifest import Dtype
 from services.launcher.core.estimate import Estimate, make_estimate
 from services.launcher.core.worker_estimate import WorkerSize

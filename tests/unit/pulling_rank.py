@@ -9,12 +9,12 @@ from typing import Any
 from common.dataplane.failpoints import parse_failpoints
 from common.dataplane.fake import FakeDataPlane
 from common.dataplane.fake_network import FakeNetwork, FakeRegion, Fault, FaultKind
-from common.engine.link_shaper import LinkShaper
-from common.engine.peers import PeerDraft
-from common.engine.pull_read import PullTarget
-from common.engine.puller import Puller
-from common.engine.push_faults import PushFaults
-from common.engine.sources import Source, connect_sources
+from common.engine.transfer.link_shaper import LinkShaper
+from common.engine.transfer.peers import PeerDraft
+from common.engine.transfer.pull_read import PullTarget
+from common.engine.transfer.puller import Puller
+from common.engine.transfer.push_faults import PushFaults
+from common.engine.transfer.sources import Source, connect_sources
 from common.layout.region import lay_out
 from common.layout.shape import CacheShape, LayerType
 from common.runtime.clock import SystemClock

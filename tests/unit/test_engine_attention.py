@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine import attention_metadata
-from common.engine.attention import paged_attention, write_paged
-from common.engine.attention_metadata import AttentionGeometry, SequenceView
 from common.engine.device.cpu import CpuDevice
-from common.engine.partial import NaturalLse, Partial, merge_partials
+from common.engine.model import attention_metadata
+from common.engine.model.attention import paged_attention, write_paged
+from common.engine.model.attention_metadata import AttentionGeometry, SequenceView
+from common.engine.model.partial import NaturalLse, Partial, merge_partials
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 NUM_BLOCKS = 64

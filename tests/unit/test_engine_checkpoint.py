@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.engine.checkpoint import Checkpoint, CheckpointError, expected_shapes
-from common.engine.config import ModelConfig, parse_config
-from common.engine.shard import RankShard
-from common.engine.weights import FullAttentionWeights, LinearAttentionWeights, load_weights
+from common.engine.model.checkpoint import Checkpoint, CheckpointError, expected_shapes
+from common.engine.model.config import ModelConfig, parse_config
+from common.engine.model.shard import RankShard
+from common.engine.model.weights import FullAttentionWeights, LinearAttentionWeights, load_weights
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.engine.config import load_config, parse_config
-from common.engine.shard import RankShard
+from common.engine.model.config import load_config, parse_config
+from common.engine.model.shard import RankShard
 from contracts.errors import InvalidValueError
 
 TEXT: dict[str, Any] = {

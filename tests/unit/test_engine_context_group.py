@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from common.engine.collectives.threads import ThreadCollectives, ThreadGroup
-from common.engine.context_group import split_context
-from common.engine.partial import NaturalLse, Partial
+from common.engine.model.context_group import split_context
+from common.engine.model.partial import NaturalLse, Partial
 from contracts.errors import InvalidValueError
 
 ROWS, HEADS, DIM = 3, 2, 4

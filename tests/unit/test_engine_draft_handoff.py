@@ -9,16 +9,16 @@ import msgspec
 import pytest
 import torch
 
-from common.engine.agreement import Agreement
-from common.engine.attention_metadata import AttentionGeometry, AttentionMetadata, SequenceView
-from common.engine.bound_sequence import BoundSequence
-from common.engine.draft_handoff import DraftHandoff
-from common.engine.drafter import Advance
-from common.engine.mtp_drafter import MtpDrafter
-from common.engine.mtp_head import MtpHead
-from common.engine.peers import Peer
-from common.engine.sampler import Sampler
-from common.engine.step_pushes import StepPush, push_of
+from common.engine.drafts.drafter import Advance
+from common.engine.drafts.handoff import DraftHandoff
+from common.engine.drafts.mtp_drafter import MtpDrafter
+from common.engine.model.attention_metadata import AttentionGeometry, AttentionMetadata, SequenceView
+from common.engine.model.mtp_head import MtpHead
+from common.engine.model.sampler import Sampler
+from common.engine.ranks.agreement import Agreement
+from common.engine.ranks.bound_sequence import BoundSequence
+from common.engine.ranks.step_pushes import StepPush, push_of
+from common.engine.transfer.peers import Peer
 from contracts.errors import InvalidValueError
 from contracts.handoff import Grant
 from contracts.manifest import Namespace, Role

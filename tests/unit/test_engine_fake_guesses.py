@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from common.engine.fake import FakeEngine
-from common.engine.fake_tokens import fake_accepted, fake_token
+from common.engine.fake.engine import FakeEngine
+from common.engine.fake.tokens import fake_accepted, fake_token
 from common.engine.port import EngineError, StepResult
 from common.runtime.clock import SystemClock
 from contracts.handoff import Grant

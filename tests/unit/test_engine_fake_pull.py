@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.engine.port import EngineError
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from contracts.errors import ErrorCode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.gated_delta_net import (
+from common.engine.model.gated_delta_net import (
     DeltaTokens,
     chunk_rule,
     convolve_chunk,

@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 
-from common.engine.rank_launch import PRELOADED
+from common.engine.ranks.launch import PRELOADED
 
 
 def test_every_preload_can_be_imported() -> None:
@@ -18,7 +18,7 @@ def test_every_preload_can_be_imported() -> None:
 def test_the_worker_process_does_not_load_torch() -> None:
     """The engine port's adapter, the launcher and what a rank's process is pickled by work without it."""
     code = (
-        "import sys, common.engine.rank_group, common.engine.rank_launch, common.engine.rank_entry;"
+        "import sys, common.engine.ranks.group, common.engine.ranks.launch, common.engine.ranks.entry;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.link_reports import LinkReports
 from common.engine.port import EngineDeadError
+from common.engine.ranks.link_reports import LinkReports
 from contracts.rank import PeerLinked
 from contracts.requests import WorkerRef
 

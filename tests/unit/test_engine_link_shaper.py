@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.dataplane.failpoints import parse_failpoints
-from common.engine.link_shaper import LinkShaper
+from common.engine.transfer.link_shaper import LinkShaper
 
 MB = 10**6
 

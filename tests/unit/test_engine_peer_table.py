@@ -10,7 +10,7 @@ import pytest
 
 from common.dataplane.fake import FakeDataPlane, FakeRemoteRegion
 from common.dataplane.fake_network import FakeNetwork
-from common.engine.peer_table import MAX_THREADS, PeerTable
+from common.engine.transfer.peer_table import MAX_THREADS, PeerTable
 from common.layout.region import lay_out
 from common.layout.shape import CacheShape, LayerType
 from common.runtime.clock import SystemClock

@@ -13,11 +13,11 @@ from common.dataplane.failpoints import parse_failpoints
 from common.dataplane.fake import FakeDataPlane, FakeRemoteRegion
 from common.dataplane.fake_network import FakeRegion, Fault, FaultKind
 from common.dataplane.port import TransferResult, WriteGrant
-from common.engine.link_shaper import LinkShaper
-from common.engine.peers import PeerDraft
-from common.engine.puller import MAX_THREADS, Puller
-from common.engine.push_faults import PushFaults
-from common.engine.sources import connect_sources
+from common.engine.transfer.link_shaper import LinkShaper
+from common.engine.transfer.peers import PeerDraft
+from common.engine.transfer.puller import MAX_THREADS, Puller
+from common.engine.transfer.push_faults import PushFaults
+from common.engine.transfer.sources import connect_sources
 from common.layout.region import lay_out
 from contracts.errors import ErrorCode, InvalidValueError
 from contracts.handoff import Grant

@@ -10,8 +10,8 @@ import pytest
 from common.dataplane.fake import FakeDataPlane
 from common.dataplane.fake_network import FakeNetwork, FakeRegion
 from common.dataplane.port import Outcome, TransferResult
-from common.engine.peers import Peer
-from common.engine.push_write import PushPart, write_parts
+from common.engine.transfer.peers import Peer
+from common.engine.transfer.push_write import PushPart, write_parts
 from common.layout.bind import TokenChunk
 from common.layout.part_copies import PartCopies
 from common.layout.planner import plan

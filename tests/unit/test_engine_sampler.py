@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.race import arrival_times, uniform_numbers
-from common.engine.sampler import BadLogitsError, Draw, Sampler, choose
+from common.engine.model.race import arrival_times, uniform_numbers
+from common.engine.model.sampler import BadLogitsError, Draw, Sampler, choose
 from contracts.requests import SamplingParams
 
 PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2], dtype=torch.float64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.attention_metadata import AttentionGeometry
-from common.engine.step_buffers import Chunk, StepBuffers, StepSequence
+from common.engine.model.attention_metadata import AttentionGeometry
+from common.engine.ranks.step_buffers import Chunk, StepBuffers, StepSequence
 from contracts.errors import InvalidValueError
 
 

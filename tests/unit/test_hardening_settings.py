@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.engine.config import load_config
+from common.engine.model.config import load_config
 from common.runtime.settings import SettingsError, load_from_arguments
 from common.worker.settings import WorkerSettings
 from contracts.errors import InvalidValueError

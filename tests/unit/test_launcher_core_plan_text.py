@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from common.engine.config import parse_config
+from common.engine.model.config import parse_config
 from contracts.manifest import Dtype
 from services.launcher.core.estimate import Estimate, make_estimate
 from services.launcher.core.estimate_table import render_estimate

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.checkpoint import expected_shapes
-from common.engine.config import load_config, parse_config
-from common.engine.shard import RankShard
-from common.engine.weights import load_mtp_weights, load_weights, num_weight_bytes
+from common.engine.model.checkpoint import expected_shapes
+from common.engine.model.config import load_config, parse_config
+from common.engine.model.shard import RankShard
+from common.engine.model.weights import load_mtp_weights, load_weights, num_weight_bytes
 from common.worker.cache_need import cache_need
 from common.worker.settings import WorkerSettings
 from contracts.manifest import Dtype

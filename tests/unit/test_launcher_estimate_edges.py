@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from common.engine.config import load_config
-from common.engine.shard import RankShard
+from common.engine.model.config import load_config
+from common.engine.model.shard import RankShard
 from common.worker.cache_need import cache_need
 from common.worker.settings import WorkerSettings
 from contracts.manifest import Dtype

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.engine.config import load_config
-from common.engine.shard import RankShard
+from common.engine.model.config import load_config
+from common.engine.model.shard import RankShard
 from common.runtime.settings import SettingsError
 from contracts.errors import InvalidValueError
 from contracts.manifest import Dtype

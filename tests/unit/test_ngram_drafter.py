@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.engine.drafter import Advance
-from common.engine.ngram_drafter import NgramDrafter
+from common.engine.drafts.drafter import Advance
+from common.engine.drafts.ngram_drafter import NgramDrafter
 from contracts.requests import SamplingParams
 
 VOCAB_SIZE = 100

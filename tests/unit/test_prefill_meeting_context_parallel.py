@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.engine.fake_model import fake_shape
+from common.engine.fake.model import fake_shape
 from common.layout.refusal import PlanRefusedError
 from common.layout.region import lay_out
 from contracts.manifest import Coordinates, RankManifest

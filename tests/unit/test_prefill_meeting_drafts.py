@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.fake_model import fake_shape
+from common.engine.fake.model import fake_shape
 from common.layout.region import lay_out
 from contracts.manifest import Coordinates, RankManifest
 from contracts.workers import WorkerDescription

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.engine.config import load_config
-from common.engine.fake_model import FakeModel
+from common.engine.fake.model import FakeModel
+from common.engine.model.config import load_config
 from common.worker.configuration import judge_worker, rules_of
 from common.worker.core import compatibility
 from common.worker.core.compatibility import Rule, Verdict, judge

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.fake_model import FakeModel
+from common.engine.fake.model import FakeModel
 from common.worker.core.compatibility import Caution, Refusal, Rule, judge
 from common.worker.core.effective import Resolved
 from common.worker.settings import PulledRoles, WorkerSettings

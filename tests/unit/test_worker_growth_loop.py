@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.engine.port import EngineError
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.core.blocks import BlockPool

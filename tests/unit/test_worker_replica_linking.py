@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from common.engine.fake import FakeEngine
+from common.engine.fake.engine import FakeEngine
 from common.engine.port import EngineError
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.core.scheduler import StepLimits

@@ -9,7 +9,7 @@ import pytest
 
 from common.dataplane.shm import ShmDataPlane
 from common.dataplane.tcp import TcpDataPlane
-from common.engine.transports import open_data_plane
+from common.engine.transfer.transports import open_data_plane
 from common.runtime.clock import SystemClock
 from common.worker.core.compatibility import Rule, judge
 from common.worker.settings import WorkerSettings

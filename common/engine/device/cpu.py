@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from common.engine.partial import NaturalLse
+from common.engine.model.partial import NaturalLse
 
 _FLASH: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - the public function hides the log-sum-exp
 

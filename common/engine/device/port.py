@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from common.engine.partial import Lse
+from common.engine.model.partial import Lse
 
 
 class Device(Protocol):

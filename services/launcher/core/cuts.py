@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from common.engine.config import ModelConfig
+from common.engine.model.config import ModelConfig
 from contracts.errors import InvalidValueError
 
 _USUAL: Final = (1, 2, 4, 8, 16, 32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.engine.config import ModelConfig
+from common.engine.model.config import ModelConfig
 from contracts.errors import InvalidValueError
 from services.launcher.core.cuts import Cuts, cuts_of
 from services.launcher.core.handoff_estimate import HandoffEstimate, estimate_handoff

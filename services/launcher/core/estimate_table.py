@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from common.engine.config import ModelConfig
+from common.engine.model.config import ModelConfig
 from services.launcher.core.byte_size import shown_size
 from services.launcher.core.cuts import Cuts
 from services.launcher.core.estimate import Estimate

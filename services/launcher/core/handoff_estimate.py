@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import msgspec
 
-from common.engine.config import CONV_KERNEL, ModelConfig
+from common.engine.model.config import CONV_KERNEL, ModelConfig
 from common.layout.context_parallel import held_range
 from common.layout.planner import plan
 from common.layout.templates import CopyTemplate, PagedTemplate

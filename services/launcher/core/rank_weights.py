@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from common.engine.config import CONV_KERNEL, FULL_ATTENTION, ModelConfig
-from common.engine.shard import RankShard
+from common.engine.model.config import CONV_KERNEL, FULL_ATTENTION, ModelConfig
+from common.engine.model.shard import RankShard
 from contracts.manifest import Dtype
 
 

@@ -8,9 +8,9 @@ from typing import Final
 import msgspec
 
 from common.dataplane.shm_memory import data_offset
-from common.engine.cache_shape import cache_shape
-from common.engine.config import ModelConfig
-from common.engine.shard import RankShard
+from common.engine.model.config import ModelConfig
+from common.engine.model.shard import RankShard
+from common.engine.ranks.cache_shape import cache_shape
 from common.layout.context_parallel import check_group, dcp_rank, local_length
 from common.layout.region import RegionMap, lay_out
 from contracts.manifest import Coordinates, Dtype, Namespace, RankManifest, Role

@@ -1,0 +1,1 @@
+"""Who guesses tokens, and how drafts go on behind a handoff."""

@@ -1,0 +1,309 @@
+"""The threads of a rank that read shards from source ranks, and the merge of states once all shards of a pull are there."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from common.dataplane.port import Outcome, RemoteRegion, TransferResult
+from common.engine.transfer.link_shaper import LinkShaper
+from common.engine.transfer.merge import copy_within
+from common.engine.transfer.pull_read import PullTarget, Shard, pulled_part, pulled_parts, read_shard, shards_of
+from common.engine.transfer.push_faults import PushFaults
+from common.layout.staging import STAGED_ROLES
+from common.runtime.clock import Clock
+from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError
+from contracts.pull import ShardPull, ShardState
+from contracts.rank_pull import PulledPart, PullReport, PullStopped, RoleMerged, ShardPulled
+
+MAX_THREADS: Final = 16
+"""Threads that read, for all pulls of a rank; further shards wait for one."""
+JOIN_TIMEOUT_S: Final = 5.0
+
+
+class _Pull:
+    """One pull at this rank. It is over when no shard is left and the merge, if there is one, is done."""
+
+    def __init__(self, target: PullTarget, shards: list[Shard], started_ns: int, deadline: float) -> None:
+        self.target: Final = target
+        self.waiting: Final = deque(shards)
+        self.num_left = self.num_shards = len(shards)
+        self.started_ns: Final = started_ns
+        self.deadline: Final = deadline
+        self.stop: Final = threading.Event()
+        """Set when the sequence is released: nothing more of it begins."""
+        self.error: ErrorInfo | None = None
+        self.arrived: Final[list[Shard]] = []
+        self.unsettled: Final[list[RemoteRegion]] = []
+        """Regions whose transport could not say that a read has stopped."""
+        self.is_quiet = False
+        """Nothing is read or merged any more; its end may not have been told yet."""
+        self.is_over = False
+        """It has been told."""
+
+    @property
+    def lock(self) -> int:
+        """Its number among the pulls of its sequence."""
+        return self.target.command.lock
+
+    def refusal(self) -> ErrorInfo | None:
+        """Why no shard of it may begin, and nothing may be merged."""
+        if self.stop.is_set():
+            seq = self.target.command.seq
+            return ErrorInfo(code=ErrorCode.CANCELLED, message=f"sequence {seq} was released")
+        return self.error
+
+
+class Puller:
+    """Reads the shards of pulls, side by side or one after the other. Reports go to `emit`, from the threads and from the caller's.
+
+    `begin`, `drop`, `wait_idle` and `close` are for the rank's thread; only `wait_idle` and `close` wait.
+    """
+
+    def __init__(
+        self, *, rank: int, clock: Clock, emit: Callable[[PullReport], None], faults: PushFaults, shaper: LinkShaper
+    ) -> None:
+        self._rank = rank
+        self._clock = clock
+        self._emit = emit
+        self._faults = faults
+        self._shaper = shaper
+        self._changed = threading.Condition()
+        self._pulls: dict[int, _Pull] = {}
+        self._ready: deque[tuple[_Pull, Shard]] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls that are not over."""
+        with self._changed:
+            return sum(not pull.is_over for pull in self._pulls.values())
+
+    def begin(self, target: PullTarget) -> None:
+        """Begin a pull and return.
+
+        Raises `InvalidValueError` for a lock number that is not above the last one of the sequence, and while its last pull goes on.
+        """
+        command = target.command
+        now, started_ns = self._clock.monotonic(), self._clock.monotonic_ns()
+        pull = _Pull(target, shards_of(target, self._faults), started_ns, now + command.timeout_ms / 1000)
+        with self._changed:
+            last = self._pulls.get(command.seq)
+            if last is not None and command.lock <= last.lock:
+                raise InvalidValueError(field="lock", value=command.lock, rule=f"above {last.lock}, the last one")
+            if last is not None and not last.is_quiet:
+                raise InvalidValueError(
+                    field="lock", value=command.lock, rule=f"one pull at a time, and {last.lock} goes on"
+                )
+            self._pulls[command.seq] = pull
+            for _ in range(len(pull.waiting) if command.parallel else min(1, len(pull.waiting))):
+                self._ready.append((pull, pull.waiting.popleft()))
+            self._start_threads()
+        if not pull.num_left:
+            self._conclude(pull)
+
+    def drop(self, seqs: Iterable[int]) -> None:
+        """Give up the pulls of sequences: what has not begun never does. What is under way goes on: see `wait_idle`."""
+        for seq in seqs:
+            with self._changed:
+                pull = self._pulls.get(seq)
+                if pull is None:
+                    continue
+                pull.stop.set()
+                dropped = [shard for owner, shard in self._ready if owner is pull]
+                dropped += pull.waiting
+                pull.waiting.clear()
+                self._ready = deque(item for item in self._ready if item[0] is not pull)
+            for shard in dropped:
+                self._skip(pull, shard)
+            self._count(pull, len(dropped))
+
+    def wait_idle(self, seq: int, deadline: float) -> bool:
+        """Whether nothing is written into the memory of `seq` any more; waits for it until `deadline`. To be called after `drop`.
+
+        False also while a transport cannot tell that a read has stopped, and its peer lives.
+        """
+        with self._changed:
+            pull = self._pulls.get(seq)
+            if pull is None:
+                return True
+            remaining = max(0.0, deadline - self._clock.monotonic())
+            if not self._changed.wait_for(lambda: pull.is_over, remaining):
+                return False
+            if any(region.peer_alive for region in pull.unsettled):
+                return False
+            del self._pulls[seq]
+            return True
+
+    def close(self) -> None:
+        """Give everything up and end the threads, within a bound. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            for pull in self._pulls.values():
+                pull.stop.set()
+                pull.waiting.clear()
+            threads = tuple(self._threads)
+        deadline = self._clock.monotonic() + JOIN_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - self._clock.monotonic()))
+
+    def _start_threads(self) -> None:
+        """As many as there are shards to begin with. To be called under the lock."""
+        for _ in range(min(len(self._ready), MAX_THREADS - len(self._threads))):
+            thread = threading.Thread(target=self._work, name=f"puller-{self._rank}", daemon=True)
+            thread.start()
+            self._threads.add(thread)
+
+    def _work(self) -> None:
+        try:
+            while (item := self._next()) is not None:
+                self._perform(*item)
+        except OSError:
+            pass  # nobody is left to report to: the rank is ending
+        finally:
+            with self._changed:
+                self._threads.discard(threading.current_thread())
+
+    def _next(self) -> tuple[_Pull, Shard] | None:
+        with self._changed:
+            if self._ready and not self._closed:
+                return self._ready.popleft()
+            # In the same breath: a shard that becomes ready after this starts a thread of its own.
+            self._threads.discard(threading.current_thread())
+            return None
+
+    def _perform(self, pull: _Pull, shard: Shard) -> None:
+        try:
+            with self._changed:
+                refused = pull.refusal()
+            if refused is None:
+                self._read(pull, shard)
+            else:
+                self._skip(pull, shard)
+        finally:
+            with self._changed:
+                if pull.waiting and not self._closed:
+                    self._ready.append((pull, pull.waiting.popleft()))
+                    # This thread takes it, or one that is free before.
+            self._count(pull, 1)
+
+    def _read(self, pull: _Pull, shard: Shard) -> None:
+        """Read one shard and report it. Its time includes what failpoints add."""
+        began, began_ns = self._clock.monotonic(), self._clock.monotonic_ns()
+        at = ShardPull(
+            source_rank=shard.src_rank, destination_rank=self._rank, state=ShardState.PULLING, started_ns=began_ns
+        )
+        self._report(pull, at)
+        pull.stop.wait(max((self._faults.delay_s(part) for part in shard.parts), default=0.0))
+        result = read_shard(shard, pull.target, self._faults, pull.deadline)
+        over_at = self._shaper.over_at(shard.src_rank, self._rank, result.nbytes, began)
+        pull.stop.wait(max(0.0, min(over_at, pull.deadline) - self._clock.monotonic()))
+        if over_at > pull.deadline and result.outcome is Outcome.DONE:
+            result = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason="the deadline has passed")
+        is_done = result.outcome is Outcome.DONE
+        with self._changed:
+            if is_done:
+                pull.arrived.append(shard)
+            elif pull.error is None:
+                pull.error = _failure(shard, result)
+            if result.outcome is Outcome.INDETERMINATE:
+                pull.unsettled.append(pull.target.source.regions[shard.src_rank])
+        ended = ShardPull(
+            source_rank=shard.src_rank,
+            destination_rank=self._rank,
+            state=ShardState.DONE if is_done else ShardState.FAILED,
+            num_bytes=result.nbytes if is_done else 0,
+            started_ns=began_ns,
+            duration_ms=(self._clock.monotonic_ns() - began_ns) / 1e6,
+            reason=result.reason,
+        )
+        self._report(pull, ended, pulled_parts(shard, pull.target) if is_done else ())
+
+    def _skip(self, pull: _Pull, shard: Shard) -> None:
+        """Report a shard that does not begin."""
+        with self._changed:
+            why = pull.refusal()
+        shown = ShardPull(
+            source_rank=shard.src_rank,
+            destination_rank=self._rank,
+            state=ShardState.FAILED,
+            reason=f"not begun: {why.message if why is not None else 'the rank is ending'}",
+        )
+        self._report(pull, shown)
+
+    def _count(self, pull: _Pull, num_shards: int) -> None:
+        """Some shards of a pull are over. Whoever ends the last one merges."""
+        with self._changed:
+            pull.num_left -= num_shards
+            is_last = num_shards > 0 and pull.num_left == 0
+        if is_last:
+            self._conclude(pull)
+
+    def _conclude(self, pull: _Pull) -> None:
+        """All shards are over: merge unless one failed, and say that the pull has stopped."""
+        try:
+            with self._changed:
+                error = pull.refusal()
+                num_missing = pull.num_shards - len(pull.arrived)
+            if error is None and num_missing:
+                error = ErrorInfo(code=ErrorCode.INTERNAL, message=f"{num_missing} shards ended in an unknown way")
+            if error is None:
+                error = self._merge(pull)
+            command = pull.target.command
+            with self._changed:
+                pull.is_quiet = True  # before it is told: whoever hears of it may begin with the next one at once
+            self._emit(
+                PullStopped(
+                    rank=self._rank,
+                    seq=command.seq,
+                    lock=command.lock,
+                    started_ns=pull.started_ns,
+                    ended_ns=self._clock.monotonic_ns(),
+                    error=error,
+                )
+            )
+        finally:
+            with self._changed:
+                pull.is_quiet = pull.is_over = True
+                self._changed.notify_all()
+
+    def _merge(self, pull: _Pull) -> ErrorInfo | None:
+        """Bring the states of each role out of the staging row into the slot, copy by copy of the plan."""
+        target = pull.target
+        command, states = target.command, target.source.states
+        try:
+            for role in STAGED_ROLES:
+                parts = [part for shard in pull.arrived for part in shard.states if part.role is role]
+                if not parts:
+                    continue
+                began_ns = self._clock.monotonic_ns()
+                runs = states.merges(frozenset(parts), target.binding.slot, target.row_base)
+                copy_within(target.region.data, runs)
+                self._emit(
+                    RoleMerged(
+                        rank=self._rank,
+                        seq=command.seq,
+                        lock=command.lock,
+                        role=role,
+                        merge_ms=(self._clock.monotonic_ns() - began_ns) / 1e6,
+                        parts=tuple(pulled_part(part) for part in sorted(parts)),
+                    )
+                )
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the parent waits for the end of the pull, whatever it is
+            return ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=f"merge: {type(error).__name__}: {error}")
+        return None
+
+    def _report(self, pull: _Pull, shard: ShardPull, parts: tuple[PulledPart, ...] = ()) -> None:
+        command = pull.target.command
+        self._emit(ShardPulled(rank=self._rank, seq=command.seq, lock=command.lock, shard=shard, parts=parts))
+
+
+def _failure(shard: Shard, result: TransferResult) -> ErrorInfo:
+    reason = result.reason or result.outcome.value
+    return ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=f"shard of source rank {shard.src_rank}: {reason}")

@@ -1,0 +1,97 @@
+"""A rank's writing of finished cache content into decode workers: side by side, so that one that stands still holds up nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from common.dataplane.port import Region
+from common.engine.transfer.link_shaper import LinkShaper
+from common.engine.transfer.push_faults import PushFaults
+from common.engine.transfer.push_lane import PushLane, PushTask
+from common.runtime.clock import Clock
+from contracts.rank import PartPushed
+
+MAX_IDLE_LANES: Final = 64
+"""Workers whose lanes are kept for their next task; idle threads cost little, but names may come and go."""
+JOIN_TIMEOUT_S: Final = 5.0
+
+
+class Pusher:
+    """One lane, with a queue and a thread of its own, for each decode worker that is written to. Reports go to `emit`, from lanes.
+
+    All calls come from the rank's own thread. See `PushLane` for what a lane promises.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        region: Region,
+        clock: Clock,
+        emit: Callable[[PartPushed], None],
+        faults: PushFaults,
+        shaper: LinkShaper,
+    ) -> None:
+        self._rank = rank
+        self._region = region
+        self._clock = clock
+        self._emit = emit
+        self._faults = faults
+        self._shaper = shaper
+        self._lanes: dict[str, PushLane] = {}
+
+    @property
+    def num_queued(self) -> int:
+        """Tasks not finished, and parts that a failpoint holds back."""
+        return sum(lane.num_queued for lane in self._lanes.values())
+
+    def submit(self, tasks: Sequence[PushTask]) -> None:
+        """Queue tasks that became ready together; waits while a lane is full. Raises `TimeoutError` when it stays full."""
+        by_worker: dict[str, list[PushTask]] = {}
+        for task in tasks:
+            by_worker.setdefault(task.grant.worker_id, []).append(task)
+        for worker_id, group in by_worker.items():
+            self._lane(worker_id).submit(group)
+
+    def drop(self, seqs: Iterable[int]) -> None:
+        """Forget the tasks of sequences that have not begun. One under way goes on: see `wait_idle`."""
+        dropped = frozenset(seqs)
+        for lane in self._lanes.values():
+            lane.drop(dropped)
+
+    def wait_idle(self, seq: int, deadline: float) -> bool:
+        """Whether nothing of `seq` is being written any more; waits for it until `deadline`. To be called after `drop`."""
+        return all(lane.wait_idle(seq, deadline) for lane in self._lanes.values())
+
+    def close(self) -> None:
+        """Drop everything and end the threads, within a bound. Idempotent."""
+        deadline = self._clock.monotonic() + JOIN_TIMEOUT_S
+        for lane in self._lanes.values():
+            lane.close()
+        for lane in self._lanes.values():
+            lane.join(deadline - self._clock.monotonic())
+
+    def _lane(self, worker_id: str) -> PushLane:
+        lane = self._lanes.get(worker_id)
+        if lane is None:
+            self._end_idle()
+            lane = self._lanes[worker_id] = PushLane(
+                rank=self._rank,
+                worker_id=worker_id,
+                region=self._region,
+                clock=self._clock,
+                emit=self._emit,
+                faults=self._faults,
+                shaper=self._shaper,
+            )
+        return lane
+
+    def _end_idle(self) -> None:
+        """Make room for a new lane among very many: those that have nothing to do go."""
+        if len(self._lanes) < MAX_IDLE_LANES:
+            return
+        for worker_id, lane in tuple(self._lanes.items()):
+            if lane.is_idle:
+                lane.close()
+                del self._lanes[worker_id]
