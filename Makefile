@@ -17,12 +17,12 @@ demo: $(VENV)/.worker
 up: $(VENV)/.worker
 	$(BIN)/pdmesh up --model models/tiny --prefill tp=2 --decode tp=1
 
-# Two processes, on however many cores: much of a test's time is waiting, and each process has a mesh of its own running.
+# Three processes, on however many cores: much of a test's time is waiting, and each process has a mesh of its own running.
 test: $(VENV)/.dev
-	$(BIN)/pytest -n 2 -m "not long"
+	$(BIN)/pytest -n 3 -m "not long"
 
 test-long: $(VENV)/.dev
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3
 
 # The compose stack on real containers, with the docker daemon that answers; on Debian, root needs none (compose/README.md).
 test-compose: $(VENV)/.dev

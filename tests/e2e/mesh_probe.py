@@ -74,7 +74,13 @@ class Probe:
 
     async def _note(self, message: Msg) -> None:
         event = json.loads(message.data)
-        (self.link_events if event["type"] == "link_event" else self.events).append(event)
+        match event["type"]:
+            case "handoff_event":
+                self.events.append(event)
+            case "link_event":
+                self.link_events.append(event)
+            case _:
+                pass  # of settings, which no test here looks at
         self._news.set()
 
     @property

@@ -80,8 +80,10 @@ async def _until(look: Callable[[], list[Line]]) -> list[Line]:
 
 
 def _lines(probe: Probe, service: str) -> list[Line]:
-    text = (probe.mesh.logs / f"{service}.log").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    whole, _, _ = (
+        (probe.mesh.logs / f"{service}.log").read_text(encoding="utf-8").rpartition("\n")
+    )  # the rest is being written
+    return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
 
 async def exposition(probe: Probe, service: str) -> str:

@@ -47,6 +47,7 @@ def test_a_plan_is_printed_block_by_block() -> None:
         "model: 348,864 parameters, hidden size 64, 4 layers",
         "  1 with full attention: 4 query heads, 1 KV heads of 16",
         "  3 with linear attention: 4 key heads of 16, 8 value heads of 16",
+        "  a draft head of 47,456 parameters beside them",
         "",
         "legal cuts",
         "  tp  dcp      KV heads a rank  ranks with the same",
