@@ -16,6 +16,7 @@ from loadtest.arguments import parser
 from loadtest.control import run_control
 from loadtest.dataplane import run_dataplane
 from loadtest.dcp import run_dcp
+from loadtest.dcp_settings import DcpSettings
 from loadtest.handoff import Say, run_contract, run_handoff
 from loadtest.memory import run_memory
 from loadtest.overlap import run_overlap
@@ -24,7 +25,6 @@ from loadtest.report import EXIT_FAILED, Machine, Report
 from loadtest.settings import (
     ControlSettings,
     DataPlaneSettings,
-    DcpSettings,
     LoadSettings,
     MemorySettings,
     MeshSettings,
@@ -32,11 +32,11 @@ from loadtest.settings import (
     RecallSettings,
     Settings,
     ShardPullSettings,
-    SpeculateSettings,
     plain,
 )
 from loadtest.shard_pull import run_shard_pull
 from loadtest.speculate import run_speculate
+from loadtest.speculate_settings import SpeculateSettings
 from services.launcher.console import Console
 
 EXIT_SETTINGS: Final = 2

@@ -216,8 +216,7 @@ def _add_shard_pull(command: argparse.ArgumentParser) -> None:
     _integer(command, "--rounds", "num_rounds", 3, "rounds; the modes take turns in each; fewer than 3 say little")
     _integer(command, "--warm-ups", "num_warm_ups", 5, "requests of each mode before the rounds, not measured")
     _integer(command, "--seed", "seed", 1, "of the prompts")
-    _seconds(command, "--request-timeout", "request_timeout_s", 120.0)
-    _seconds(command, "--time-limit", "time_limit_s", 1800.0)
+    _add_times(command, request_s=120.0, all_s=1800.0)
 
 
 def _add_dcp(command: argparse.ArgumentParser) -> None:
@@ -258,8 +257,7 @@ def _add_dcp(command: argparse.ArgumentParser) -> None:
         help="a setting of all meshes",
     )
     _integer(command, "--seed", "seed", 1, "of the prompts")
-    _seconds(command, "--request-timeout", "request_timeout_s", 120.0)
-    _seconds(command, "--time-limit", "time_limit_s", 1800.0)
+    _add_times(command, request_s=120.0, all_s=1800.0)
 
 
 def _add_speculate(command: argparse.ArgumentParser) -> None:
@@ -283,8 +281,7 @@ def _add_speculate(command: argparse.ArgumentParser) -> None:
     _integer(command, "--rounds", "num_rounds", 5, "rounds; the depths take turns in each")
     _integer(command, "--mesh-depth", "mesh_depth", 3, "guesses a step of meshes; none is measured beside them")
     _integer(command, "--requests", "num_requests", 8, "requests to each mesh in each round; 0: no meshes")
-    _seconds(command, "--request-timeout", "request_timeout_s", 120.0)
-    _seconds(command, "--time-limit", "time_limit_s", 1800.0)
+    _add_times(command, request_s=120.0, all_s=1800.0)
 
 
 def _add_control(command: argparse.ArgumentParser) -> None:
@@ -300,8 +297,7 @@ def _add_control(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="a setting of the broker"
     )
-    _seconds(command, "--request-timeout", "request_timeout_s", 30.0)
-    _seconds(command, "--time-limit", "time_limit_s", 600.0)
+    _add_times(command, request_s=30.0, all_s=600.0)
 
 
 def _add_common(command: argparse.ArgumentParser, *, concurrency: int, num_rounds: int, time_limit_s: float) -> None:
@@ -333,8 +329,12 @@ def _add_mesh(command: argparse.ArgumentParser, *, prefill: str, num_seconds: fl
             command, "--vocabulary", "vocab_size", 0, "token ids of prompts are below this; 0: the model's vocabulary"
         )
     _integer(command, "--seed", "seed", 1, "of the prompts")
-    _seconds(command, "--request-timeout", "request_timeout_s", 120.0)
-    _seconds(command, "--time-limit", "time_limit_s", num_seconds)
+    _add_times(command, request_s=120.0, all_s=num_seconds)
+
+
+def _add_times(command: argparse.ArgumentParser, *, request_s: float, all_s: float) -> None:
+    _seconds(command, "--request-timeout", "request_timeout_s", request_s)
+    _seconds(command, "--time-limit", "time_limit_s", all_s)
 
 
 def _seconds(command: argparse.ArgumentParser, flag: str, name: str, default: float) -> None:

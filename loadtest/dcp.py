@@ -14,13 +14,13 @@ from common.runtime.clock import Clock
 from common.worker.core.blocks import BlockPool, MemoryNeed
 from loadtest.dcp_figures import CacheBytes, StepFigures, report_memory, report_steps, step_figures
 from loadtest.dcp_meshes import run_dcp_meshes
+from loadtest.dcp_settings import DcpSettings
 from loadtest.dcp_shape import BLOCK_TOKENS, blocks_for
 from loadtest.dcp_times import RankPlace, ReadTime, StepTime
 from loadtest.handoff import Say
 from loadtest.remote_process import Closable, Process, Remote
 from loadtest.report import Report
 from loadtest.rounds import orders
-from loadtest.settings import DcpSettings
 
 _NUM_MEETINGS: Final = 200
 _TOLERANCE: Final = 3e-4

@@ -10,6 +10,7 @@ import msgspec
 from common.engine.model.config import load_config
 from common.runtime.clock import Clock
 from loadtest.client import Prompt, Sample
+from loadtest.dcp_settings import DcpSettings
 from loadtest.events import decode_manifests, handoffs_of
 from loadtest.figures import ByteFigures, byte_figures
 from loadtest.handoff import Say, running
@@ -17,7 +18,6 @@ from loadtest.ideal import ideal_bytes
 from loadtest.mesh import Mesh, MeshSpec
 from loadtest.report import Report, Table, number
 from loadtest.rounds import Load, Target, random_prompts, run_rounds
-from loadtest.settings import DcpSettings
 
 _NUM_OUTPUT_TOKENS: Final = 4
 _LENGTHS: Final = (17, 100, 250)

@@ -8,19 +8,16 @@ from typing import Any, TypeAlias
 import msgspec
 
 from common.dataplane.failpoints import parse_failpoints
-from common.worker.settings import MAX_SPECULATIVE_TOKENS, PulledRoles
+from common.worker.settings import PulledRoles
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
+from loadtest.dcp_settings import DcpSettings
 from loadtest.mesh import MeshSpec
 from loadtest.recall import NUM_KEYS
 from loadtest.setting_rules import check_above_zero, check_least, check_lengths, check_model
+from loadtest.speculate_settings import SpeculateSettings
 
 PD_MODE = "P/D"
-MEASURED_RANKS = (2, 4, 8)
-"""How many ranks `dcp` can have: of its model each has a query head at least."""
-MAX_SPECULATE_BATCH = 8
-MAX_SPECULATE_TOKENS = 400
-MAX_TEMPERATURE = 2.0
 SHORT_MEMORY = ("router.request_timeout_s=15", "broker.keep_ended_s=10")
 """What is remembered on purpose of requests that are over is kept until their deadlines, and some time: with these settings it
 reaches its level while a mesh is warmed up, and does not pass for growth."""
@@ -305,92 +302,6 @@ class ShardPullSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("num_prompt_tokens", "num_requests", "num_rounds"):
             check_least(name.removeprefix("num_"), getattr(self, name), 1)
         check_least("warm_ups", self.num_warm_ups, 0)
-        for name in ("request_timeout_s", "time_limit_s"):
-            check_above_zero(name, getattr(self, name))
-
-
-class DcpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `dcp` is told: `num_steps` decode steps in each round behind each of `contexts`, for each number of `ranks`.
-
-    Each SPEC in `decode` gets a mesh with `num_blocks` blocks a rank, and `num_requests` of each length; 0 leaves meshes out.
-    """
-
-    model: Path
-    contexts: tuple[int, ...]
-    ranks: tuple[int, ...]
-    num_steps: int
-    num_rounds: int
-    prefill: str
-    decode: tuple[str, ...]
-    num_blocks: int
-    num_requests: int
-    overrides: tuple[str, ...]
-    seed: int
-    request_timeout_s: float
-    time_limit_s: float
-
-    def __post_init__(self) -> None:
-        """Raise `InvalidValueError` that names the first value that is not legal."""
-        check_model(self.model)
-        for name in ("contexts", "ranks", "decode"):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise InvalidValueError(field=name, value=values, rule="one or more, each once")
-        for length in self.contexts:
-            check_least("contexts", length, 1)
-        if tuple(sorted(self.contexts)) != self.contexts:
-            raise InvalidValueError(field="contexts", value=self.contexts, rule="from the shortest to the longest")
-        for each in self.ranks:
-            if each not in MEASURED_RANKS:
-                rule = f"of {', '.join(map(str, MEASURED_RANKS))}, which the query heads can be cut into"
-                raise InvalidValueError(field="ranks", value=each, rule=rule)
-        for name in ("num_steps", "num_rounds", "num_blocks"):
-            check_least(name.removeprefix("num_"), getattr(self, name), 1)
-        check_least("requests", self.num_requests, 0)
-        for name in ("request_timeout_s", "time_limit_s"):
-            check_above_zero(name, getattr(self, name))
-
-
-class SpeculateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `speculate` is told: answers of `num_output_tokens` in each round, at each of `depths`, `batches` and `temperatures`.
-
-    Meshes get `num_requests` in each round, with `mesh_depth` guesses and without; 0 leaves them out.
-    """
-
-    model: Path
-    depths: tuple[int, ...]
-    batches: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    num_output_tokens: int
-    num_passes: int
-    num_rounds: int
-    mesh_depth: int
-    num_requests: int
-    request_timeout_s: float
-    time_limit_s: float
-
-    def __post_init__(self) -> None:
-        """Raise `InvalidValueError` that names the first value that is not legal."""
-        check_model(self.model)
-        for name, most in (("depths", MAX_SPECULATIVE_TOKENS), ("batches", MAX_SPECULATE_BATCH)):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values) or not all(1 <= value <= most for value in values):
-                raise InvalidValueError(field=name, value=values, rule=f"one or more from 1 to {most}, each once")
-        if not self.temperatures or len(set(self.temperatures)) != len(self.temperatures):
-            raise InvalidValueError(field="temperatures", value=self.temperatures, rule="one or more, each once")
-        for temperature in self.temperatures:
-            if not 0 <= temperature <= MAX_TEMPERATURE:
-                rule = f"0 to {MAX_TEMPERATURE:g}"
-                raise InvalidValueError(field="temperatures", value=temperature, rule=rule)
-        if not MAX_SPECULATIVE_TOKENS < self.num_output_tokens <= MAX_SPECULATE_TOKENS:
-            rule = f"{MAX_SPECULATIVE_TOKENS + 1} to {MAX_SPECULATE_TOKENS}"
-            raise InvalidValueError(field="output_tokens", value=self.num_output_tokens, rule=rule)
-        for name in ("num_passes", "num_rounds"):
-            check_least(name.removeprefix("num_"), getattr(self, name), 1)
-        if self.num_requests and self.mesh_depth not in self.depths:
-            rule = f"one of depths ({', '.join(map(str, self.depths))})"
-            raise InvalidValueError(field="mesh_depth", value=self.mesh_depth, rule=rule)
-        check_least("requests", self.num_requests, 0)
         for name in ("request_timeout_s", "time_limit_s"):
             check_above_zero(name, getattr(self, name))
 

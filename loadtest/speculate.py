@@ -13,7 +13,6 @@ from loadtest.handoff import Say
 from loadtest.remote_process import Closable, Process, Remote
 from loadtest.report import Report
 from loadtest.rounds import orders
-from loadtest.settings import SpeculateSettings
 from loadtest.speculate_figures import (
     Case,
     Speed,
@@ -23,6 +22,7 @@ from loadtest.speculate_figures import (
     speculate_figures,
 )
 from loadtest.speculate_meshes import run_speculate_meshes
+from loadtest.speculate_settings import SpeculateSettings
 from loadtest.speculate_times import Coupling, PassTimes, RunTimes
 
 _COUPLED_DEPTH: Final = 3

@@ -16,8 +16,9 @@ from loadtest.handoff import Say, running
 from loadtest.mesh import Mesh, MeshSpec
 from loadtest.report import Report, Table, number, percent
 from loadtest.rounds import Load, Target, run_rounds
-from loadtest.settings import PD_MODE, SpeculateSettings
+from loadtest.settings import PD_MODE
 from loadtest.speculate_figures import SPEED_AIM, Speed
+from loadtest.speculate_settings import SpeculateSettings
 from loadtest.statistics import Spread, ratio, spread
 from services.launcher.bus import with_bus
 from services.launcher.stream import read_all

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import re
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,29 +20,12 @@ from contracts.workers import DescribeWorker, WorkerDescription, WorkerScan
 from tests.e2e.mesh_probe import Event, Probe
 from tests.e2e.proc import DEADLINE_S, region_bytes, state_of
 from tests.e2e.service_processes import Services, running_services
+from tests.e2e.stream import Stream
 from tests.integration.cache_bytes import Gathered, Held, gather
 
 _PLANTED: Final = Path(__file__).parent / "planted"
 _POLL_S: Final = 0.02
 _CLOCK: Final = SystemClock()
-
-
-@dataclass
-class Stream:
-    """One streamed completion: its tokens as they come, and the error that it ended with, if it did."""
-
-    token_ids: list[int] = field(default_factory=list)
-    request_id: str = ""
-    error: dict[str, Any] | None = None
-    is_whole: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def until(self, num_tokens: int) -> None:
-        """Wait for so many tokens."""
-        async with asyncio.timeout(DEADLINE_S):
-            while len(self.token_ids) < num_tokens:
-                self.changed.clear()
-                await self.changed.wait()
 
 
 class PlantedMesh:
@@ -59,28 +39,8 @@ class PlantedMesh:
     async def complete(self, prompt: Sequence[int], max_tokens: int) -> Stream:
         """One streamed completion to its end."""
         stream = Stream()
-        await self.run(stream, prompt, max_tokens)
+        await stream.read(self.probe, prompt, max_tokens)
         return stream
-
-    async def run(self, stream: Stream, prompt: Sequence[int], max_tokens: int) -> None:
-        """Fill `stream`."""
-        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True}
-        body |= {"return_token_ids": True, "ignore_eos": True}
-        async with self.probe.http.post(f"{self.probe.url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                stream.error = (await response.json())["error"]
-                return
-            async for line in response.content:
-                text = line.decode().strip()
-                if text == "data: [DONE]":
-                    stream.is_whole = stream.error is None
-                elif text:
-                    content = json.loads(text.removeprefix("data: "))
-                    stream.error = content.get("error")
-                    for choice in content.get("choices", ()):
-                        stream.token_ids += choice["token_ids"]
-                    stream.request_id = str(content.get("id", stream.request_id)).removeprefix("cmpl-")
-                    stream.changed.set()
 
     # Orders.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -12,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -24,6 +22,7 @@ from tests.e2e.chaos.rest import unrest_after
 from tests.e2e.conftest import MODEL
 from tests.e2e.launcher_traces import Traces, short_folder
 from tests.e2e.mesh_probe import Probe
+from tests.e2e.stream import Stream
 from tests.integration.stored_reference import StoredPrompt, load_reference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -41,34 +40,18 @@ _ANSWER_S: Final = 300.0
 NUM_ROUNDS, AT_ONCE, NUM_SOAKED = 20, len(SOAKED), 256
 
 
-class _Stream:
-    """One greedy completion, token by token."""
+class _Stream(Stream):
+    """One greedy completion of a prompt that the reference knows."""
 
     def __init__(self, prompt: StoredPrompt, max_tokens: int, **fields: Any) -> None:
+        super().__init__()
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.fields = fields
-        self.token_ids: list[int] = []
-        self.error: dict[str, Any] | None = None
-        self.begun = asyncio.Event()
 
     async def run(self, probe: Probe) -> None:
         """Read to the end."""
-        body = {"model": "tiny", "prompt": self.prompt.token_ids, "max_tokens": self.max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True} | self.fields
-        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-        async with probe.http.post(f"{probe.url}/v1/completions", json=body, timeout=timeout) as response:
-            assert response.status == 200, await response.text()
-            async for line in response.content:
-                data = line.removeprefix(b"data: ").strip()
-                if not data or data == b"[DONE]":
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    self.error = event["error"]
-                    return
-                self.token_ids += event["choices"][0]["token_ids"]
-                self.begun.set()
+        await self.read(probe, self.prompt.token_ids, self.max_tokens, timeout_s=_ANSWER_S, **self.fields)
 
     @property
     def is_right(self) -> bool:
@@ -99,7 +82,7 @@ class _Running:
         async with asyncio.timeout(_ANSWER_S), asyncio.TaskGroup() as group:
             tasks = [group.create_task(each.run(self.probe)) for each in decoding]
             for each in decoding:
-                await each.begun.wait()
+                await each.until(1, _ANSWER_S)
             for each in injected:
                 await each.run(self.probe)
                 assert not all(task.done() for task in tasks), "it came too late to be beside anything"
@@ -163,7 +146,7 @@ async def test_a_rank_that_is_killed_costs_all_ranks_their_requests_alike(shared
         for each in (*streams, last):
             group.create_task(each.run(probe))
         for each in (*streams, last):
-            await each.begun.wait()
+            await each.until(1, _ANSWER_S)
         rank = Processes(shared.mesh.pid).rank("mixed-0", 2)
         assert rank is not None
         os.kill(rank, signal.SIGKILL)
@@ -222,7 +205,7 @@ async def test_twenty_rounds_of_long_answers_end_cleanly() -> None:
             injected = _Stream(PROMPTS[600], NUM_INJECTED)
             async with asyncio.TaskGroup() as group:
                 group.create_task(_all(running.probe, streams, AT_ONCE))
-                await streams[0].begun.wait()
+                await streams[0].until(1, _ANSWER_S)
                 group.create_task(injected.run(running.probe))
             took = clock.monotonic() - served
             for each in (*streams, injected):

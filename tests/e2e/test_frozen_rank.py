@@ -14,7 +14,8 @@ from typing import Final
 
 import pytest
 
-from tests.e2e.planted_mesh import PlantedMesh, Stream
+from tests.e2e.planted_mesh import PlantedMesh
+from tests.e2e.stream import Stream
 from tests.integration.cache_bytes import Gathered, differing
 from tests.integration.stored_reference import load_reference
 
@@ -65,7 +66,7 @@ async def _frozen(mesh: PlantedMesh, *, guarded: bool = True) -> int:
     if not guarded:
         mesh.order("unguarded")
     mesh.order("freeze")
-    asking = asyncio.get_running_loop().create_task(mesh.run(Stream(), PROMPT_A, TOKENS_A))
+    asking = asyncio.get_running_loop().create_task(Stream().read(mesh.probe, PROMPT_A, TOKENS_A))
     pid = await mesh.frozen()
     mesh.withdraw("unguarded")
     assert (await mesh.blocks())["held"] == BLOCKS_A
@@ -83,7 +84,7 @@ async def _late_write(mesh: PlantedMesh, *, waits: bool, guarded: bool = True) -
     await mesh.blocks_become(held=0, quarantined=BLOCKS_A if waits else 0)
     seen, b = len(mesh.probe.events), Stream()
     async with asyncio.TaskGroup() as group:
-        group.create_task(mesh.run(b, B.token_ids, TOKENS_B))
+        group.create_task(b.read(mesh.probe, B.token_ids, TOKENS_B))
         if waits:
             await mesh.submitted(len(B.token_ids), seen)
             assert (await mesh.blocks(), b.token_ids) == (

@@ -10,7 +10,8 @@ from typing import Final
 import pytest
 
 from common.runtime.clock import SystemClock
-from tests.e2e.planted_mesh import PlantedMesh, Stream
+from tests.e2e.planted_mesh import PlantedMesh
+from tests.e2e.stream import Stream
 from tests.integration.stored_reference import load_reference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -24,7 +25,7 @@ PROMPTS: Final = load_reference("tiny").prompts[:16]
 async def _all_at_once(mesh: PlantedMesh, streams: list[Stream], interrupt: Callable[[], Awaitable[None]]) -> None:
     async with asyncio.TaskGroup() as group:
         for stream, prompt in zip(streams, PROMPTS, strict=True):
-            group.create_task(mesh.run(stream, prompt.token_ids, len(prompt.output_ids)))
+            group.create_task(stream.read(mesh.probe, prompt.token_ids, len(prompt.output_ids)))
         begun = [group.create_task(stream.until(NUM_BEFORE)) for stream in streams]
         for first in itertools.islice(asyncio.as_completed(begun), NUM_BEGUN):
             await first

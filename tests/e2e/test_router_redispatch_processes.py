@@ -19,6 +19,7 @@ from loadtest.mesh import Mesh, MeshSpec
 from tests.e2e.conftest import MODEL
 from tests.e2e.mesh_probe import Probe
 from tests.e2e.proc import DEADLINE_S, descendants
+from tests.e2e.stream import Stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -58,36 +59,6 @@ def _pid(probe: Probe, service: str, worker_id: str = "") -> int:
     raise AssertionError(f"{service} {worker_id} does not run")
 
 
-class _Client:
-    """One stream, token by token."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self._fields = fields
-        self.token_ids: list[int] = []
-        self.request_id = ""
-        self.error: dict[str, Any] | None = None
-        self.begun = asyncio.Event()
-
-    async def run(self, probe: Probe) -> None:
-        """Read to the end."""
-        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
-        body |= {"return_token_ids": True, **self._fields}
-        async with probe.http.post(f"{probe.url}/v1/completions", json=body) as response:
-            assert response.status == 200, await response.text()
-            async for line in response.content:
-                data = line.removeprefix(b"data: ").strip()
-                if not data or data == b"[DONE]":
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    self.error = event["error"]
-                    return
-                self.request_id = event["id"].removeprefix("cmpl-")
-                self.token_ids += event["choices"][0]["token_ids"]
-                if len(self.token_ids) >= BEFORE:
-                    self.begun.set()
-
-
 async def test_a_killed_decode_worker_ends_no_stream(mesh: Probe) -> None:
     """Greedy and sampled streams are token by token those that nothing disturbed; the killed worker's were going on elsewhere.
 
@@ -95,16 +66,16 @@ async def test_a_killed_decode_worker_ends_no_stream(mesh: Probe) -> None:
     """
     expected = []
     for fields in (GREEDY, SAMPLED):
-        undisturbed = _Client(fields)
-        await undisturbed.run(mesh)
+        undisturbed = Stream()
+        await undisturbed.read(mesh, PROMPT, MAX_TOKENS, **fields)
         assert len(undisturbed.token_ids) == MAX_TOKENS
         expected.append(undisturbed.token_ids)
-    clients = [_Client(fields) for fields in (GREEDY, SAMPLED) * 2]
+    clients = [Stream() for _ in range(4)]
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        for client, fields in zip(clients, (GREEDY, SAMPLED) * 2, strict=True):
+            group.create_task(client.read(mesh, PROMPT, MAX_TOKENS, **fields))
         for client in clients:
-            group.create_task(client.run(mesh))
-        for client in clients:
-            await client.begun.wait()
+            await client.until(BEFORE)
         os.kill(_pid(mesh, "decode", "decode-1"), signal.SIGKILL)
     assert [client.error for client in clients] == [None] * len(clients)
     assert [client.token_ids for client in clients] == expected * 2
@@ -119,9 +90,9 @@ async def test_a_killed_decode_worker_ends_no_stream(mesh: Probe) -> None:
 
 async def test_a_killed_router_holds_no_memory(mesh: Probe) -> None:
     """Nobody waits any more: what its requests held comes back, long before their deadlines."""
-    client = _Client({**GREEDY, "max_tokens": 4000})
-    reading = asyncio.get_running_loop().create_task(client.run(mesh))
-    await client.begun.wait()
+    client = Stream()
+    reading = asyncio.get_running_loop().create_task(client.read(mesh, PROMPT, 4000, **GREEDY))
+    await client.until(BEFORE)
     os.kill(_pid(mesh, "router"), signal.SIGKILL)
     with pytest.raises(aiohttp.ClientError):
         await reading

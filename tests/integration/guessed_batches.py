@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from contracts.handoff import Grant
-from contracts.rank import BindSequence, PushTarget, StepItem, StepPlan
+import msgspec
+
+from contracts.rank import StepItem, StepPlan
 from contracts.requests import SamplingParams
-from tests.integration.handoff_pairs import NUM_SLOTS, Worker, ledger_closed, memory_for, prefill_steps
+from tests.integration.handoff_pairs import NUM_SLOTS, Worker, bind_all, prefill_all, prefill_over
 
 Steps = list[tuple[int, ...]]
 """What a request got: its first token, then what each step gave it, a token and as many guesses as were right."""
-DEADLINE_MS = 5000
+RELEASE_MS = 5000
+TEXT = """\
+In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness was upon the face \
+of the deep. And the Spirit of God moved upon the face of the waters. And God said, Let there be light: and there was light. And \
+God saw the light, that it was good: and God divided the light from the darkness. And God called the light Day, and the darkness he \
+called Night. And the evening and the morning were the first day. """
+"""A draft head guesses better what has been said before: tests repeat it."""
 
 
 async def generate_all(
@@ -21,99 +28,38 @@ async def generate_all(
 
     Prompts are computed at `source` and handed over, or, without one, by the worker that goes on with them.
     """
+    room = num_tokens + depth + 1
+    sampling = SamplingParams(max_tokens=room, seed=1, temperature=0.0, ignore_eos=True)
     found: list[Steps] = []
     for begin in range(0, len(prompts), NUM_SLOTS):
         batch = prompts[begin : begin + NUM_SLOTS]
-        room = num_tokens + depth + 1
         if source is None:
-            items = await _computed(destination, batch, room, depth)
+            await bind_all(destination, batch, sampling, room)
+            first = await prefill_all(destination, batch)
         else:
-            items = await _handed_over(source, destination, batch, room, depth)
-        found += await _decoded(destination, items, num_tokens)
+            first = await prefill_over(source, destination, batch, sampling, room)
+        begun = []
+        for seq, prompt in enumerate(batch, 1):
+            item = StepItem(seq=seq, start=len(prompt), num_tokens=1 + depth, sample=True)
+            if source is not None:
+                item = msgspec.structs.replace(item, token_ids=(first[seq],), bootstrap=True)
+            begun.append((item, first[seq]))
+        found += await decode_all(destination, begun, num_tokens)
         for worker in (destination,) if source is None else (source, destination):
-            seqs = tuple(range(1, len(batch) + 1))
-            assert await worker.group.release(seqs, worker.next_generation(), DEADLINE_MS) == frozenset()
+            assert await worker.group.release(tuple(first), worker.next_generation(), RELEASE_MS) == frozenset()
     return found
 
 
-def tokens_of(found: Sequence[Steps], num_tokens: int) -> list[list[int]]:
-    """The first tokens of each request, whichever steps they came with."""
-    return [[token for step in steps for token in step][:num_tokens] for steps in found]
+async def decode_all(worker: Worker, begun: Iterable[tuple[StepItem, int]], num_tokens: int) -> list[Steps]:
+    """Go on as one batch from these items, each with the token before it, until each request has as many tokens.
 
-
-def accepted(found: Sequence[Steps]) -> list[list[int]]:
-    """How many guesses were right in each step of each request."""
-    return [[len(step) - 1 for step in steps[1:]] for steps in found]
-
-
-async def _computed(
-    worker: Worker, prompts: Sequence[tuple[int, ...]], room: int, depth: int
-) -> list[tuple[StepItem, int]]:
-    for binding in _bindings(worker, prompts, room):
-        await worker.group.bind(binding)
-    first: dict[int, int] = {}
-    for items in prefill_steps(prompts):
-        first |= await worker.run(items)
-    return [
-        (StepItem(seq=seq, start=len(prompt), num_tokens=1 + depth, sample=True), first[seq])
-        for seq, prompt in enumerate(prompts, 1)
-    ]
-
-
-async def _handed_over(
-    source: Worker, destination: Worker, prompts: Sequence[tuple[int, ...]], room: int, depth: int
-) -> list[tuple[StepItem, int]]:
-    grants = memory_for(prompts, destination, room, spread=3)
-    for binding in _bindings(destination, prompts, room, grants=grants):
-        await destination.group.bind(binding)
-    for binding in _bindings(source, prompts, 0, push_to=grants):
-        await source.group.bind(binding)
-    first: dict[int, int] = {}
-    for items in prefill_steps(prompts):
-        first |= await source.run(items)
-    await ledger_closed(source, destination, prompts)
-    found = []
-    for seq, prompt in enumerate(prompts, 1):
-        item = StepItem(
-            seq=seq,
-            start=len(prompt),
-            num_tokens=1 + depth,
-            token_ids=(first[seq],),
-            sample=True,
-            bootstrap=True,
-        )
-        found.append((item, first[seq]))
-    return found
-
-
-def _bindings(
-    worker: Worker,
-    prompts: Sequence[tuple[int, ...]],
-    extra: int,
-    *,
-    grants: Sequence[Grant] = (),
-    push_to: Sequence[Grant] = (),
-) -> Iterator[BindSequence]:
-    sampling = SamplingParams(max_tokens=max(1, extra), seed=1, temperature=0.0, ignore_eos=True)
-    grants = grants or memory_for(prompts, worker, extra, spread=1)
-    for seq, (prompt, grant) in enumerate(zip(prompts, grants, strict=True), 1):
-        yield BindSequence(
-            seq=seq,
-            handoff_id=f"h{seq}",
-            generation=grant.generation,
-            block_ids=grant.block_ids,
-            slot=grant.slot,
-            num_prompt_tokens=len(prompt),
-            sampling=sampling,
-            secret="" if push_to else grant.secret,
-            push=PushTarget(grant=push_to[seq - 1], num_cached_tokens=0) if push_to else None,
-        )
-
-
-async def _decoded(worker: Worker, begun: Sequence[tuple[StepItem, int]], num_tokens: int) -> list[Steps]:
-    """Decode as one batch until each request has as many tokens."""
-    found: dict[int, Steps] = {item.seq: [(first,)] for item, first in begun}
-    going = [item for item, _ in begun]
+    Each step asks for as many guesses as the first.
+    """
+    found: dict[int, Steps] = {}
+    going: list[StepItem] = []
+    for item, first in begun:
+        found[item.seq] = [(first,)]
+        going.append(item)
     while going:
         worker.step += 1
         result = await worker.group.step(StepPlan(step=worker.step, items=tuple(going)))
@@ -125,4 +71,14 @@ async def _decoded(worker: Worker, begun: Sequence[tuple[StepItem, int]], num_to
             for item in going
             if sum(map(len, found[item.seq])) < num_tokens
         ]
-    return [found[item.seq] for item, _ in begun]
+    return list(found.values())
+
+
+def tokens_of(found: Sequence[Steps], num_tokens: int) -> list[list[int]]:
+    """The first tokens of each request, whichever steps they came with."""
+    return [[token for step in steps for token in step][:num_tokens] for steps in found]
+
+
+def accepted(found: Sequence[Steps]) -> list[list[int]]:
+    """How many guesses were right in each step of each request."""
+    return [[len(step) - 1 for step in steps[1:]] for steps in found]

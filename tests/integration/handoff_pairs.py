@@ -164,38 +164,7 @@ async def hand_over(
     """Prefill all prompts at the source, push, and decode `num_tokens` tokens of each at the destination, as one batch."""
     sampling = SamplingParams(max_tokens=num_tokens, seed=1, temperature=0.0, ignore_eos=True)
     seqs = range(1, len(prompts) + 1)
-    there = memory_for(prompts, destination, num_tokens, spread=spread)
-    here = memory_for(prompts, source, 0, spread=1)
-    for seq, prompt in zip(seqs, prompts, strict=True):
-        reservation, own = there[seq - 1], here[seq - 1]
-        await destination.group.bind(
-            BindSequence(
-                seq=seq,
-                handoff_id=f"h{seq}",
-                generation=reservation.generation,
-                block_ids=reservation.block_ids,
-                slot=reservation.slot,
-                num_prompt_tokens=len(prompt),
-                sampling=sampling,
-                secret=reservation.secret,
-            )
-        )
-        await source.group.bind(
-            BindSequence(
-                seq=seq,
-                handoff_id=f"h{seq}",
-                generation=own.generation,
-                block_ids=own.block_ids,
-                slot=own.slot,
-                num_prompt_tokens=len(prompt),
-                sampling=sampling,
-                push=PushTarget(grant=reservation, num_cached_tokens=0),
-            )
-        )
-    first: dict[int, int] = {}
-    for items in prefill_steps(prompts):
-        first |= await source.run(items)
-    await ledger_closed(source, destination, prompts)
+    first = await prefill_over(source, destination, prompts, sampling, num_tokens, spread=spread)
     outputs = [[first[seq]] for seq in seqs]
     for position in range(num_tokens - 1):
         given = {seq: (first[seq],) if position == 0 else () for seq in seqs}
@@ -209,6 +178,59 @@ async def hand_over(
     for worker in (source, destination):
         assert await worker.group.release(tuple(seqs), worker.next_generation(), 5000) == frozenset()
     return [tuple(output) for output in outputs]
+
+
+async def prefill_over(
+    source: Worker,
+    destination: Worker,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    room: int,
+    *,
+    spread: int = 3,
+) -> dict[int, int]:
+    """Prefill all prompts at the source and push them to where there is `room` behind each; the first token of each, by its number from 1."""
+    there = await bind_all(destination, prompts, sampling, room, spread=spread)
+    await bind_all(source, prompts, sampling, 0, push_to=there)
+    first = await prefill_all(source, prompts)
+    await ledger_closed(source, destination, prompts)
+    return first
+
+
+async def bind_all(
+    worker: Worker,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    room: int,
+    *,
+    spread: int = 1,
+    push_to: Sequence[Grant] = (),
+) -> list[Grant]:
+    """Give each prompt memory, and what comes behind it `room`; they are numbered from 1. With `push_to` they are pushed there."""
+    grants = memory_for(prompts, worker, room, spread=spread)
+    for seq, (prompt, grant) in enumerate(zip(prompts, grants, strict=True), 1):
+        await worker.group.bind(
+            BindSequence(
+                seq=seq,
+                handoff_id=f"h{seq}",
+                generation=grant.generation,
+                block_ids=grant.block_ids,
+                slot=grant.slot,
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+                secret="" if push_to else grant.secret,
+                push=PushTarget(grant=push_to[seq - 1], num_cached_tokens=0) if push_to else None,
+            )
+        )
+    return grants
+
+
+async def prefill_all(worker: Worker, prompts: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Compute prompts that are bound, in steps that they share; the first token of each."""
+    first: dict[int, int] = {}
+    for items in prefill_steps(prompts):
+        first |= await worker.run(items)
+    return first
 
 
 def owed_by(part: PlannedPart, start: int, end: int) -> RangeSet:

@@ -14,7 +14,8 @@ from common.engine.drafts.mtp_drafter import MtpDrafter
 from common.engine.model.attention_metadata import SequenceView
 from common.engine.model.mtp_head import FIRST_KEY
 from common.engine.ranks.step_buffers import StepSequence
-from loadtest.speculate_rank import Passes, SpeculatingRanks
+from loadtest.speculate_passes import Passes
+from loadtest.speculate_rank import SpeculatingRanks
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
 PROMPTS = ((500, 600, 700), tuple(range(300, 320)))

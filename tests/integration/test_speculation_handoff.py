@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,14 @@ from common.layout.part_copies import PartCopies
 from common.layout.run_batch import Placed
 from contracts.manifest import Namespace, Role
 from contracts.rank import BindSequence, DrafterKind, StepItem, StepPlan
-from contracts.requests import SamplingParams
 from tests.integration.byte_session import ByteSession, Travelling
 from tests.integration.cache_bytes import Memories, differing
-from tests.integration.handoff_pairs import BLOCK_SIZE, CHUNK, Worker, link, start_worker
+from tests.integration.guessed_batches import TEXT, Steps, accepted, decode_all, generate_all, tokens_of
+from tests.integration.handoff_pairs import BLOCK_SIZE, Worker, link, start_worker
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
 DEPTH = 3
-NUM_TOKENS = 24
+NUM_TOKENS = 25
 ROOM = NUM_TOKENS + 2 * DEPTH + 2
 STATES = (Role.CONV, Role.SSM)
 DECODE: dict[str, Any] = {"num_speculative_tokens": DEPTH, "num_staging_rows": 8}
@@ -51,14 +51,7 @@ BYTE_PAIRS = (*PAIRS, ("p2-whole", "d1"), ("p1", "d2-whole"), ("p2-whole", "d4-d
 WAYS: list[tuple[str, str, tuple[Role, ...]]] = [(*pair, ()) for pair in BYTE_PAIRS]
 WAYS += [("p2-whole", "d1", tuple(Role)), ("p2", "d4-dcp2", STATES)]
 LENGTHS = (1, 2, BLOCK_SIZE, BLOCK_SIZE + 1, 90, 300)
-TEXT = """\
-In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness was upon the face \
-of the deep. And the Spirit of God moved upon the face of the waters. And God said, Let there be light: and there was light. And \
-God saw the light, that it was good: and God divided the light from the darkness. And God called the light Day, and the darkness he \
-called Night. And the evening and the morning were the first day. """
 
-Steps = list[tuple[int, ...]]
-"""What a sequence got in each step: its first token, then one and as many guesses as were right."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -110,59 +103,11 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
             here, there = workers[source], workers[destination]
             await link(here, there)
             await there.group.link_source(here.ref, here.describe())
-        yield World(workers=workers, memories=memories, mixed=await _alone(workers["mixed"]))
+        mixed = await generate_all(None, workers["mixed"], PROMPTS, DEPTH, NUM_TOKENS)
+        yield World(workers=workers, memories=memories, mixed=mixed)
     finally:
         for worker in workers.values():
             await worker.group.stop()
-
-
-async def _alone(worker: Worker) -> list[Steps]:
-    """What a worker makes of all prompts that it computes itself, side by side."""
-    sampling = SamplingParams(max_tokens=ROOM, seed=1, temperature=0.0, ignore_eos=True)
-    first_block = 0
-    for seq, prompt in enumerate(PROMPTS):
-        count = -(-(len(prompt) + ROOM) // BLOCK_SIZE)
-        await worker.group.bind(
-            BindSequence(
-                seq=seq,
-                handoff_id=f"h{seq}",
-                generation=worker.next_generation(),
-                block_ids=tuple(range(first_block, first_block + count)),
-                slot=seq,
-                num_prompt_tokens=len(prompt),
-                sampling=sampling,
-            )
-        )
-        first_block += count
-    first: dict[int, int] = {}
-    for seq, prompt in enumerate(PROMPTS):
-        for start in range(0, len(prompt), CHUNK):
-            piece = prompt[start : start + CHUNK]
-            last = start + len(piece) == len(prompt)
-            item = StepItem(seq=seq, start=start, num_tokens=len(piece), token_ids=piece, sample=last, last_chunk=last)
-            first |= await worker.run([item])
-    items = [
-        StepItem(seq=seq, start=len(prompt), num_tokens=1 + DEPTH, sample=True) for seq, prompt in enumerate(PROMPTS)
-    ]
-    return [[(first[item.seq],), *steps] for item, steps in zip(items, await _go_on(worker, items), strict=True)]
-
-
-async def _go_on(worker: Worker, items: Sequence[StepItem]) -> list[Steps]:
-    """Decode as one batch from these items on, until each sequence has NUM_TOKENS more; each step asks for as many guesses as the first."""
-    found: dict[int, Steps] = {item.seq: [] for item in items}
-    going = list(items)
-    while going:
-        worker.step += 1
-        result = await worker.group.step(StepPlan(step=worker.step, items=tuple(going)))
-        tokens = {item.seq: tuple(token.token_id for token in result.tokens if token.seq == item.seq) for item in going}
-        for seq, some in tokens.items():
-            found[seq].append(some)
-        going = [
-            StepItem(seq=item.seq, start=item.start + len(tokens[item.seq]), num_tokens=item.num_tokens, sample=True)
-            for item in going
-            if sum(map(len, found[item.seq])) < NUM_TOKENS
-        ]
-    return [found[item.seq] for item in items]
 
 
 async def _handed_over(session: ByteSession, pulled: tuple[Role, ...] = ()) -> list[Travelling]:
@@ -182,23 +127,13 @@ async def _taken_over(
     session: ByteSession, there: Iterable[Travelling], *, depth: int = DEPTH, **how: Any
 ) -> list[Steps]:
     """What the destination makes of what has arrived."""
-    items, first = [], []
+    begun = []
     for each in there:
         assert each.first_token is not None
-        first.append((each.first_token,))
         how = {"num_tokens": 1 + depth, "bootstrap": True, **how}
-        items.append(StepItem(seq=each.seq, start=len(each.prompt), token_ids=first[-1], sample=True, **how))
-    return [[token, *steps] for token, steps in zip(first, await _go_on(session.destination, items), strict=True)]
-
-
-def accepted(found: Sequence[Steps]) -> list[list[int]]:
-    """How many guesses were right in each step."""
-    return [[len(tokens) - 1 for tokens in steps] for steps in found]
-
-
-def tokens_of(found: Sequence[Steps]) -> list[list[int]]:
-    """The tokens that all are sure to have, step or no step."""
-    return [[token for step in steps for token in step][: NUM_TOKENS + 1] for steps in found]
+        item = StepItem(seq=each.seq, start=len(each.prompt), token_ids=(each.first_token,), sample=True, **how)
+        begun.append((item, each.first_token))
+    return await decode_all(session.destination, begun, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(("source", "destination", "pulled"), WAYS)
@@ -232,15 +167,15 @@ async def test_decode_guesses_as_if_it_had_computed_the_prompt(
         found = await _taken_over(session, await _handed_over(session, pulled))
     assert accepted(found) == accepted(world.mixed)
     assert found == world.mixed
-    assert any(counts[1] for counts in accepted(found))
-    assert sum(map(sum, accepted(found))) > 2 * NUM_TOKENS
+    assert any(counts[0] for counts in accepted(found))
+    assert sum(map(sum, accepted(found))) > 2 * (NUM_TOKENS - 1)
 
 
 async def test_a_decode_worker_may_guess_less_than_another(world: World) -> None:
     """One that guesses a token at a time goes on from the same cache: the same tokens, one or two a step."""
     async with world.session("p1", "d2-whole") as session:
         found = await _taken_over(session, await _handed_over(session), depth=1)
-    assert tokens_of(found) == tokens_of(world.mixed)
+    assert tokens_of(found, NUM_TOKENS) == tokens_of(world.mixed, NUM_TOKENS)
     assert {count for counts in accepted(found) for count in counts} == {0, 1}
 
 
@@ -256,11 +191,12 @@ async def test_without_its_draft_s_cache_a_sequence_gets_no_guesses(world: World
         ]
         second = await session.destination.run(items)
         behind = [StepItem(seq=item.seq, start=item.start + 1, num_tokens=1 + DEPTH, sample=True) for item in items]
-        found = await _go_on(session.destination, behind)
+        begun = [(item, second[item.seq]) for item in behind]
+        found = await decode_all(session.destination, begun, NUM_TOKENS)
     assert {count for counts in accepted(found) for count in counts} == {0}
-    wanted = tokens_of(world.mixed)[-2:]
+    wanted = tokens_of(world.mixed, NUM_TOKENS)[-2:]
     for each, steps, tokens in zip(there, found, wanted, strict=True):
-        assert [each.first_token, second[each.seq], *(token for (token,) in steps)][: len(tokens)] == tokens
+        assert [each.first_token, *(token for (token,) in steps)][: len(tokens)] == tokens
 
 
 async def test_the_draft_head_counts_among_the_weights(world: World) -> None:
@@ -313,7 +249,7 @@ async def test_the_bootstrap_of_another_slot_is_seen(world: World, monkeypatch: 
     async with world.session("p1", "d2") as session:
         found = await _taken_over(session, await _handed_over(session))
     assert accepted(found) != accepted(world.mixed)
-    assert tokens_of(found) == tokens_of(world.mixed)
+    assert tokens_of(found, NUM_TOKENS) == tokens_of(world.mixed, NUM_TOKENS)
 
 
 async def test_a_draft_s_cache_that_is_shifted_by_one_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,4 +267,4 @@ async def test_a_draft_s_cache_that_is_shifted_by_one_is_seen(world: World, monk
     async with world.session("p1", "d2") as session:
         found = await _taken_over(session, await _handed_over(session))
     assert accepted(found) != accepted(world.mixed)
-    assert tokens_of(found) == tokens_of(world.mixed)
+    assert tokens_of(found, NUM_TOKENS) == tokens_of(world.mixed, NUM_TOKENS)

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from contracts.rank import DrafterKind
-from tests.integration.guessed_batches import accepted, generate_all, tokens_of
+from tests.integration.guessed_batches import TEXT, accepted, generate_all, tokens_of
 from tests.integration.handoff_pairs import Worker, link, start_worker
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -22,11 +22,6 @@ NUM_REQUESTS, NUM_SHORT_TOKENS = 1000, 24
 DECODE: dict[str, dict[str, Any]] = {"d1": {"tp": 1}, "d2": {"tp": 2}, "d4-dcp2": {"tp": 4, "dcp": 2}}
 PREFILL: dict[str, dict[str, Any]] = {"p1": {"tp": 1}, "p2": {"tp": 2}, "p4": {"tp": 4}}
 PAIRS = ((None, "d1"), ("p2", "d1"), ("p1", "d2"), ("p4", "d1"), ("p2", "d4-dcp2"))
-TEXT = """\
-In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness was upon the face \
-of the deep. And the Spirit of God moved upon the face of the waters. And God said, Let there be light: and there was light. And \
-God saw the light, that it was good: and God divided the light from the darkness. And God called the light Day, and the darkness he \
-called Night. And the evening and the morning were the first day. """
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 

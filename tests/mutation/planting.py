@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from common.runtime.settings import environment
-from tests.mutation.mutants import Mutant
+from tests.mutation.mutant import Mutant
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _COPIED: Final = ("common", "contracts", "services", "loadtest", "tests", "compose")

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import MUTANTS, Mutant
+from tests.mutation import engine_mutants, service_mutants
+from tests.mutation.mutant import Mutant
 from tests.mutation.planting import copy_project, is_found, run_tests
 
 pytestmark = pytest.mark.long
+
+MUTANTS = service_mutants.MUTANTS + engine_mutants.MUTANTS
 
 
 @pytest.fixture(scope="module")

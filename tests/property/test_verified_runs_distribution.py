@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.engine.drafts import mtp_drafter
-from common.engine.drafts.drafter import Advance
 from common.engine.model.sampler import Draw
 from common.engine.ranks import step_runner
+from contracts.requests import SamplingParams
 from tests.property.race_cells import LATE, Cell, agreement, cells
 from tests.property.toy_speculation import VOCAB_SIZE, Tables, ToyEngine
 
@@ -241,12 +242,11 @@ def test_draws_show_that_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -
 def test_guessing_by_the_numbers_of_another_position_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: what comes out is right all the same, but guesses are right by luck alone."""
     tables = Tables(1)
-    right = mtp_drafter._draw
 
-    def one_further(advance: Advance, depth: int) -> Draw:
-        return right(advance, depth + 1)
+    def one_further(position: int, sampling: SamplingParams, num_prompt_tokens: int) -> Draw:
+        return Draw.at(position + 1, sampling, num_prompt_tokens)
 
-    monkeypatch.setattr(mtp_drafter, "_draw", one_further)
+    monkeypatch.setattr(mtp_drafter, "Draw", SimpleNamespace(at=one_further))
     drawn = Drawn(tables, NUM_TEXTS_OF_A_FAULT)
     assert is_distributed(drawn.counts, expected_texts(tables, 0, 0, NUM_TOKENS))
     assert drawn.share_accepted != pytest.approx(expected_share_accepted(tables), abs=0.05)

@@ -27,11 +27,11 @@ from loadtest.dcp_figures import (
 )
 from loadtest.dcp_meshes import MeshFigures, is_refusal, report_meshes
 from loadtest.dcp_rank import StepRank, cache_bytes
+from loadtest.dcp_settings import DcpSettings
 from loadtest.dcp_shape import attention_bytes, blocks_for
 from loadtest.dcp_times import RankPlace, ReadTime, StepTime
 from loadtest.figures import ByteFigures
 from loadtest.report import EXIT_FAILED, EXIT_GOOD, Machine, Report
-from loadtest.settings import DcpSettings
 from loadtest.statistics import Spread
 
 MS = 1_000_000

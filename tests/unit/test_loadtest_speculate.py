@@ -12,7 +12,7 @@ from contracts.events import EventName, HandoffEvent
 from loadtest.arguments import parser
 from loadtest.client import Sample
 from loadtest.report import Machine, Report
-from loadtest.settings import PD_MODE, SpeculateSettings
+from loadtest.settings import PD_MODE
 from loadtest.speculate_couplings import by_one_number, by_rejection, by_shared_race, coupling_of
 from loadtest.speculate_figures import (
     Case,
@@ -24,6 +24,7 @@ from loadtest.speculate_figures import (
     speed_of,
 )
 from loadtest.speculate_meshes import MIXED, MeshFigures, mesh_figures, mesh_spec, report_meshes
+from loadtest.speculate_settings import SpeculateSettings
 from loadtest.speculate_times import Coupling, PassTimes, RunTimes, Spent
 from tests.property.race_cells import agreement
 

@@ -124,7 +124,7 @@ class MtpDrafter:
         """Guess token after token, each from the pair of the last output and the last guess; `output [n, hidden]` is the first."""
         depth = 0
         while advances:
-            draws = [_draw(advance, depth) for advance in advances]
+            draws = [Draw.at(each.end + 1 + depth, each.sampling, each.num_prompt_tokens) for each in advances]
             logits = self._head.logits(output)
             if logits is not None:
                 # A draft that has no idea guesses wrong, and no more: the model's own numbers are what must be sound.
@@ -146,13 +146,3 @@ class MtpDrafter:
                 ]
                 output = self._compute(pairs)
             depth += 1
-
-
-def _draw(advance: Advance, depth: int) -> Draw:
-    """The draw of the token that the guess is of: the one that the model will choose there."""
-    position = advance.end + 1 + depth
-    return Draw(
-        sampling=advance.sampling,
-        position=position,
-        num_generated=max(0, position - advance.num_prompt_tokens),
-    )

@@ -34,6 +34,11 @@ class Draw:
     position: int
     num_generated: int
 
+    @classmethod
+    def at(cls, position: int, sampling: SamplingParams, num_prompt_tokens: int) -> Draw:
+        """The draw of the token at `position` behind a prompt. Model and draft must make the same one."""
+        return cls(sampling=sampling, position=position, num_generated=max(0, position - num_prompt_tokens))
+
 
 class Sampler:
     """Chooses tokens on the sampling rank. `eos_token_ids` are what `min_tokens` forbids."""

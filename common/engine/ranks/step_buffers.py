@@ -29,6 +29,11 @@ class StepSequence:
     state_row: int = 0
     checkpoints: bool = False
 
+    @property
+    def end(self) -> int:
+        """The position behind the last of its tokens."""
+        return self.start + len(self.token_ids)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:

@@ -202,7 +202,7 @@ class StepRunner:
 
     def _advance(self, sequence: BoundSequence, laid: StepSequence, first_row: int) -> Advance:
         binding = sequence.binding
-        end = sequence.last_position if laid.num_logits else laid.start + len(laid.token_ids)
+        end = sequence.last_position if laid.num_logits else laid.end
         geometry = self._buffers.geometry
         num_places = len(binding.block_ids) * geometry.block_size * geometry.dcp_size
         # Where the cache is handed on, its new owner computes the pair of the last prompt token: it has the token behind it.
@@ -229,9 +229,9 @@ class StepRunner:
         so guesses change nothing but the number of steps.
         """
         draws = [
-            _draw(sequence, laid.start + len(laid.token_ids) - laid.num_logits + 1 + i)
+            Draw.at(position, sequence.binding.sampling, sequence.binding.num_prompt_tokens)
             for sequence, laid in drawn
-            for i in range(laid.num_logits)
+            for position in range(laid.end - laid.num_logits + 1, laid.end + 1)
         ]
         chosen = iter(self._agreement.choose(logits, draws))
         tokens = []
@@ -297,10 +297,3 @@ def _move_on(sequence: BoundSequence, laid: StepSequence, found: Sequence[int]) 
         sequence.state_row = num_right - 1 if laid.checkpoints else 0
     else:
         sequence.state_row = len(laid.token_ids) - 1 if laid.checkpoints else 0
-
-
-def _draw(sequence: BoundSequence, position: int) -> Draw:
-    binding = sequence.binding
-    return Draw(
-        sampling=binding.sampling, position=position, num_generated=max(0, position - binding.num_prompt_tokens)
-    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -60,6 +62,32 @@ class PeerDraft:
             raise InvalidValueError(field=field, value=None, rule="a region that can be reached")
         return descriptor
 
+    def connect_replicas(
+        self,
+        side: PeerSide,
+        num_replicas: int,
+        ranks: Iterable[int],
+        *,
+        data_plane: DataPlane,
+        clock: Clock,
+        stop: threading.Event,
+    ) -> tuple[dict[int, RemoteRegion], ...]:
+        """Connect to the regions of these ranks of the peer in each of its replicas, in order: by rank.
+
+        Blocks, and raises, as `connect` does; then nothing is left open.
+        """
+        deadline = clock.monotonic() + CONNECT_TIMEOUT_S
+        found: list[dict[int, RemoteRegion]] = []
+        with ExitStack() as opened:
+            for dp_rank in range(num_replicas):
+                found.append({})
+                for rank in ranks:
+                    region = data_plane.connect(self.region_of(side, dp_rank, rank), deadline, stop)
+                    opened.callback(region.close)
+                    found[-1][rank] = region
+            opened.pop_all()
+        return tuple(found)
+
     def connect(self, own_rank: int, data_plane: DataPlane, clock: Clock, stop: threading.Event) -> tuple[Peer, ...]:
         """Compile the plan and connect to the regions that this rank writes to: the replicas of the peer, in order.
 
@@ -76,27 +104,16 @@ class PeerDraft:
             parts.setdefault((part.namespace, part.role, part.layer), {}).setdefault(part, []).append(template)
         owed = {key: tuple(PartCopies(part, found) for part, found in held.items()) for key, held in parts.items()}
         dst_ranks = sorted({template.part.dst_rank for template in templates})
-        deadline = clock.monotonic() + CONNECT_TIMEOUT_S
-        peers: list[Peer] = []
-        try:
-            for dp_rank, manifests in enumerate(replicas):
-                regions: dict[int, RemoteRegion] = {}
-                first = manifests[0]
-                # The peer is kept before it is connected: whatever fails, what is open by then gets closed.
-                peers.append(
-                    Peer(
-                        templates=templates,
-                        parts=owed,
-                        regions=regions,
-                        num_blocks=first.num_blocks,
-                        num_slots=first.num_slots,
-                    )
-                )
-                for rank in dst_ranks:
-                    descriptor = self.region_of(PeerSide.DESTINATION, dp_rank, rank)
-                    regions[rank] = data_plane.connect(descriptor, deadline, stop)
-        except BaseException:
-            for peer in peers:
-                peer.close()
-            raise
-        return tuple(peers)
+        connected = self.connect_replicas(
+            PeerSide.DESTINATION, len(replicas), dst_ranks, data_plane=data_plane, clock=clock, stop=stop
+        )
+        return tuple(
+            Peer(
+                templates=templates,
+                parts=owed,
+                regions=regions,
+                num_blocks=manifests[0].num_blocks,
+                num_slots=manifests[0].num_slots,
+            )
+            for manifests, regions in zip(replicas, connected, strict=True)
+        )

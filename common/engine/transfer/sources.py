@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from common.dataplane.port import DataPlane, RemoteRegion
-from common.engine.transfer.peers import CONNECT_TIMEOUT_S, PeerDraft
+from common.engine.transfer.peers import PeerDraft
 from common.layout.part_copies import PartCopies
 from common.layout.planner import plan
 from common.layout.replicas import split_replicas
@@ -50,29 +50,19 @@ def connect_sources(
     direct = _direct_of(templates)
     states = StagedStates(templates)
     src_ranks = sorted({template.part.src_rank for template in templates})
-    deadline = clock.monotonic() + CONNECT_TIMEOUT_S
-    sources: list[Source] = []
-    try:
-        for dp_rank, manifests in enumerate(replicas):
-            regions: dict[int, RemoteRegion] = {}
-            first = manifests[0]
-            # The source is kept before it is connected: whatever fails, what is open by then gets closed.
-            sources.append(
-                Source(
-                    regions=regions,
-                    direct=direct,
-                    states=states,
-                    num_blocks=first.num_blocks,
-                    num_slots=first.num_slots,
-                )
-            )
-            for rank in src_ranks:
-                regions[rank] = data_plane.connect(draft.region_of(PeerSide.SOURCE, dp_rank, rank), deadline, stop)
-    except BaseException:
-        for source in sources:
-            source.close()
-        raise
-    return tuple(sources)
+    connected = draft.connect_replicas(
+        PeerSide.SOURCE, len(replicas), src_ranks, data_plane=data_plane, clock=clock, stop=stop
+    )
+    return tuple(
+        Source(
+            regions=regions,
+            direct=direct,
+            states=states,
+            num_blocks=manifests[0].num_blocks,
+            num_slots=manifests[0].num_slots,
+        )
+        for manifests, regions in zip(replicas, connected, strict=True)
+    )
 
 
 def _direct_of(templates: tuple[CopyTemplate, ...]) -> dict[int, tuple[PartCopies, ...]]:
