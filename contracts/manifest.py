@@ -26,6 +26,11 @@ class Namespace(StrEnum):
     TARGET = "target"
     DRAFT = "draft"
 
+    @property
+    def first_token(self) -> int:
+        """The first token of a sequence that has a key: a draft keeps what belongs to a position one place behind it."""
+        return 1 if self is Namespace.DRAFT else 0
+
 
 class Role(StrEnum):
     """What a cache holds. KEY and VALUE are paged by block; CONV, SSM and BOOTSTRAP have one slot a sequence.

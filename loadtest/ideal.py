@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from common.layout.context_parallel import local_length
-from contracts.manifest import Namespace, PagedPlace, RankManifest, SlotPlace
+from contracts.manifest import PagedPlace, RankManifest, SlotPlace
 
 
 def ideal_bytes(destination: Iterable[RankManifest], num_prompt_tokens: int) -> int:
@@ -19,7 +19,7 @@ def ideal_bytes(destination: Iterable[RankManifest], num_prompt_tokens: int) -> 
         for span in manifest.spans:
             match span.place:
                 case PagedPlace() as place:
-                    first = 1 if span.key.namespace is Namespace.DRAFT else 0
+                    first = span.key.namespace.first_token
                     before, held = (
                         local_length(end, manifest.block_size, at.dcp_size, at.dcp_rank)
                         for end in (first, max(first, num_prompt_tokens))

@@ -102,7 +102,7 @@ def show(value: int) -> str:
 
 
 def _paged_digest(units: PagedUnits, data: memoryview, held: Held) -> int:
-    start = max(held.start, 1) if units.cache[0] is Namespace.DRAFT else held.start
+    start = max(held.start, units.cache[0].first_token)
     base = _name(units.cache, Segment.WHOLE)
     total = 0
     for block in owned_blocks(start, held.end, held.block_size, units.modulus, units.residue):

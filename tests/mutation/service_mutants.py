@@ -244,7 +244,7 @@ MUTANTS: Final = (
     Mutant(
         name="owe a draft's pair before the first",
         file="services/prefill/core/owed_ranges.py",
-        before="            first = max(start, 1) if part.namespace is Namespace.DRAFT else start",
+        before="            first = max(start, part.namespace.first_token)",
         after="            first = start",
         tests=("tests/unit/test_prefill_owed_ranges.py",),
     ),

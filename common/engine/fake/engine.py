@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from common.engine.fake.model import fake_shape
-from common.engine.fake.pull import FIRST_DRAFT_TOKEN, STATES, FakePull, FakeReads
+from common.engine.fake.pull import STATES, FakePull, FakeReads
 from common.engine.fake.pushes import pushed_part, unsent
 from common.engine.fake.tokens import VOCAB_SIZE, drawn_tokens, fake_token
 from common.engine.port import EngineError, EngineInfo, PullResult, StepResult
@@ -28,7 +28,7 @@ from common.layout.region import lay_out
 from common.layout.replicas import split_replicas
 from common.runtime.clock import Clock
 from contracts.handoff import Grant, PartDigest
-from contracts.manifest import Coordinates, Namespace
+from contracts.manifest import Coordinates
 from contracts.rank import (
     BindSequence,
     DrafterKind,
@@ -341,7 +341,7 @@ class FakeEngine:
                 if item.last_chunk:
                     yield pushed_part(part, binding, 0, 1, started_ns, ended_ns)
             else:
-                begin = max(start, FIRST_DRAFT_TOKEN) if part.namespace is Namespace.DRAFT else start
+                begin = max(start, part.namespace.first_token)
                 for first, last in held_range(begin, end, self._info.block_size, part.modulus, part.residue):
                     yield pushed_part(part, binding, first, last, started_ns, ended_ns)
 

@@ -12,13 +12,11 @@ from common.layout.planner import ReshardPlan
 from common.layout.templates import PagedTemplate
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.manifest import Namespace, PlannedPart, Role
+from contracts.manifest import PlannedPart, Role
 from contracts.pull import ShardPull, ShardState
 from contracts.rank import BindSequence
 from contracts.rank_pull import PulledPart, PullReport, PullStopped, RoleMerged, ShardPulled
 
-FIRST_DRAFT_TOKEN: Final = 1
-"""The first token of a sequence that a draft's cache holds."""
 STATES: Final = frozenset({Role.CONV, Role.SSM})
 
 
@@ -173,8 +171,7 @@ class FakePull:
         if not part.role.is_paged:
             return ((0, 1),)
         start, end = self._command.num_cached_tokens, self._binding.num_prompt_tokens
-        if part.namespace is Namespace.DRAFT:
-            start = max(start, FIRST_DRAFT_TOKEN)
+        start = max(start, part.namespace.first_token)
         return held_range(start, end, self._block_size, part.modulus, part.residue)
 
     def _num_bytes(self, rank: int, source: int) -> int:

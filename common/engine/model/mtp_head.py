@@ -18,8 +18,9 @@ from common.engine.model.full_attention import FullAttention, PagedCache
 from common.engine.model.norm import rms_norm
 from common.engine.model.tensor_parallel import TensorParallel
 from common.engine.model.weights import FullAttentionWeights, ModelWeights, MtpWeights
+from contracts.manifest import Namespace
 
-FIRST_KEY: Final = 1
+FIRST_KEY: Final = Namespace.DRAFT.first_token
 """The first position of the draft's cache that holds anything."""
 
 

@@ -157,7 +157,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not part.role.is_paged:
             return ((0, 1),)
-        start = max(self.num_cached_tokens, 1) if part.namespace is Namespace.DRAFT else self.num_cached_tokens
+        start = max(self.num_cached_tokens, part.namespace.first_token)
         return held_range(start, self.num_prompt_tokens, self.block_size, part.modulus, part.residue)
 
     def take(self, report: PartsReport) -> Ledger:

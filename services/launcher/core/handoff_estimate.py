@@ -120,6 +120,6 @@ def _moved_bytes(template: CopyTemplate, num_tokens: int, block_size: int) -> in
     if not isinstance(template, PagedTemplate):
         return template.nbytes
     part = template.part
-    first = 1 if part.namespace is Namespace.DRAFT else 0
+    first = part.namespace.first_token
     ranges = held_range(first, num_tokens, block_size, part.modulus, part.residue)
     return sum(end - start for start, end in ranges) * template.piece.length * template.token_bytes

@@ -26,7 +26,7 @@ def owed_ranges(parts: Iterable[PlannedPart], start: int, end: int, block_size: 
         if not part.role.is_paged:
             ranges = _STATE
         else:
-            first = max(start, 1) if part.namespace is Namespace.DRAFT else start
+            first = max(start, part.namespace.first_token)
             share = first, part.modulus, part.residue
             if share not in shares:
                 shares[share] = RangeSet(held_range(first, end, block_size, part.modulus, part.residue))
