@@ -242,7 +242,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
 
     `layer_started_ns` has one entry a layer when the step held a sequence with a push target, else none. Of `draft_ns` of the step
     the draft's tokens were guessed; `num_drafts` says for each item of the plan how many guesses the step verified, and is empty where
-    there were none. An `error` fails every sequence of the step: all ranks answer with one, whichever of them failed.
+    there were none. `failed` are sequences whose logits were not finite: they have no token, and are not to be computed any further.
+    An `error` fails every sequence of the step: all ranks answer with one, whichever of them failed.
     """
 
     rank: int
@@ -253,6 +254,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     layer_started_ns: tuple[int, ...] = ()
     draft_ns: int = 0
     num_drafts: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
     error: ErrorInfo | None = None
 
 

@@ -73,7 +73,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one step gave: the tokens of the sampling rank, and when each rank computed (host monotonic ns).
 
     `draft_ns` of the time went into guesses, on the slowest rank. `num_drafts` says for each item of the plan how many guesses the
-    step verified; it is empty where there were none.
+    step verified; it is empty where there were none. `failed` are sequences of the plan that were given no token, because their
+    logits are not finite: they are not to be computed any further, and nobody else of the step is touched by it.
     """
 
     step: int
@@ -83,6 +84,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     layer_started_ns: tuple[tuple[int, ...], ...]
     draft_ns: int = 0
     num_drafts: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
 
 
 class PullResult(msgspec.Struct, frozen=True, kw_only=True):

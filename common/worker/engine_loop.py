@@ -13,10 +13,13 @@ from common.runtime.trace import within
 from common.worker.core.blocks import BlockPool, Reservation
 from common.worker.core.scheduler import Produced, Scheduler
 from common.worker.core.sequence import Sequence, SequenceState
-from contracts.errors import ErrorInfo
+from contracts.errors import ErrorCode, ErrorInfo
 from contracts.handoff import PartDigest
 from contracts.rank import BindSequence, ExtendSequences, Extension, PeerSide, StepItem, StepPlan
 
+_BAD_LOGITS: Final = ErrorInfo(
+    code=ErrorCode.WORKER_FAILED, message="the logits of the sequence are not finite, so that no token can be chosen"
+)
 _MAX_LOOKS: Final = 4
 """How often quarantined memory is looked after before nobody counts on it any more."""
 
@@ -193,7 +196,7 @@ class EngineLoop:
             try:
                 await self._extend(extensions)
             except EngineError as problem:
-                failed, error = self._scheduler.fail(extensions), problem.info
+                failed, error = self._scheduler.fail(each.seq for each in extensions), problem.info
             # Only now may others have what came back: those who are short come first.
             for clean in results:
                 self._observer.released(quarantined=not clean)
@@ -243,10 +246,13 @@ class EngineLoop:
             try:
                 result = await self.engine.step(plan)
             except EngineError as error:
-                failed = self._scheduler.fail(plan)
+                failed = self._scheduler.fail(item.seq for item in plan.items)
                 await self._observer.failed(failed, error.info)
                 return True
+            failed = self._scheduler.fail(result.failed)
             produced = self._scheduler.apply(plan, result.tokens)
+        if failed:
+            await self._observer.failed(failed, _BAD_LOGITS)
         await self._observer.stepped(StepOutcome(plan=plan, result=result, produced=produced))
         return True
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.engine.model.race import arrival_times, uniform_numbers
-from common.engine.model.sampler import BadLogitsError, Draw, Sampler, choose
+from common.engine.model.sampler import NO_TOKEN, Draw, Sampler, choose
 from contracts.requests import SamplingParams
 
 PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2], dtype=torch.float64)
@@ -167,8 +167,11 @@ def test_the_end_of_text_is_held_back_until_min_tokens_are_there() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
-    """A NaN or an infinity is never turned into a token."""
-    logits = torch.tensor([[0.0, 1.0], [bad, 0.0]])
-    with pytest.raises(BadLogitsError):
-        Sampler([]).sample(logits, [draw(), draw()])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_finite_give_no_token_to_their_own_row(bad: float, temperature: float) -> None:
+    """A NaN or an infinity is never turned into a token, and the other rows draw as ever."""
+    sound = torch.tensor([0.0, 1.0])
+    logits = torch.stack((sound, torch.tensor([bad, 0.0]), torch.full((2,), -torch.inf), sound))
+    draws = [draw(position=at, temperature=temperature) for at in range(4)]
+    alone = [Sampler([]).sample(sound[None].clone(), [draws[at]])[0] for at in (0, 3)]
+    assert Sampler([]).sample(logits, draws) == [alone[0], NO_TOKEN, NO_TOKEN, alone[1]]

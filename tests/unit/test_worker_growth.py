@@ -214,7 +214,7 @@ def test_a_failed_growth_stops_its_sequences_and_no_others() -> None:
     line = Line(6)
     first, second = line.short()
     extensions = line.scheduler.grow()
-    assert line.scheduler.fail(extensions[:1]) == (first,)
+    assert line.scheduler.fail(each.seq for each in extensions[:1]) == (first,)
     assert line.scheduler.running == (second,)
 
 

@@ -139,7 +139,7 @@ def test_a_failed_step_stops_its_sequences_and_no_others() -> None:
     for seq in (1, 2):
         scheduler.enqueue(_sequence(seq, 8))
     _admit_all(scheduler)
-    assert [sequence.seq for sequence in scheduler.fail(_plan(scheduler))] == [1]
+    assert [sequence.seq for sequence in scheduler.fail(item.seq for item in _plan(scheduler).items)] == [1]
     assert [item.seq for item in _plan(scheduler).items] == [2]
 
 

@@ -13,17 +13,13 @@ from typing import Final
 import torch
 
 from common.engine.model.race import arrival_times
-from contracts.errors import ErrorCode, PdmeshError
 from contracts.requests import SamplingParams
+
+NO_TOKEN: Final = -1
+"""Stands where no token could be chosen."""
 
 _NUMBERS_AT_ONCE: Final = 1 << 18
 """Rows are drawn in batches of so many weights, which stay in the processor's cache."""
-
-
-class BadLogitsError(PdmeshError):
-    """The logits of a sequence are not finite: something went wrong before."""
-
-    code = ErrorCode.WORKER_FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +46,16 @@ class Sampler:
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
         """Choose one token for each row of `logits [n, vocab]`, which may be overwritten.
 
-        Raises `BadLogitsError` when the best logit of a row is not finite.
+        `NO_TOKEN` for a row whose best logit is not finite: something went wrong before, and not with its neighbours.
         """
         logits = logits.float()
         for row, draw in enumerate(draws):
             if draw.num_generated < draw.sampling.min_tokens and not draw.sampling.ignore_eos:
                 logits[row, self._eos] = -torch.inf
         best, tokens = logits.max(-1)
-        if not bool(best.isfinite().all()):
-            raise BadLogitsError("the logits of a sequence are not finite")
-        drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+        sound = best.isfinite()
+        tokens[~sound] = NO_TOKEN
+        drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and sound[row]]
         size = logits.shape[-1]
         count = max(1, _NUMBERS_AT_ONCE // size)
         for first in range(0, len(drawn), count):

@@ -12,7 +12,8 @@ from common.engine.model.sampler import Draw, Sampler
 from common.engine.model.tensor_parallel import SAMPLING_RANK
 from contracts.errors import ErrorCode, PdmeshError
 
-NO_TOKEN: Final = -1
+_NOTHING: Final = -2
+"""What the sampling rank tells in place of every token when choosing itself went wrong."""
 
 
 class AgreedError(PdmeshError):
@@ -42,10 +43,10 @@ class Agreement:
     def choose(self, logits: torch.Tensor | None, draws: Sequence[Draw]) -> list[int]:
         """Choose a token for each row of `logits`, which the sampling rank has; all ranks get the same.
 
-        Raises `AgreedError` on all ranks when it could not.
+        `NO_TOKEN` for rows that are not sound (see `Sampler.sample`). Raises `AgreedError` on all ranks when it could not choose.
         """
         failure: Exception | None = None
-        chosen = [NO_TOKEN] * len(draws)
+        chosen = [_NOTHING] * len(draws)
         if logits is not None:
             try:
                 chosen = self._sampler.sample(logits, draws)
@@ -57,7 +58,7 @@ class Agreement:
             chosen = told.tolist()
         if failure is not None:
             raise agreed(failure) from failure
-        if NO_TOKEN in chosen:
+        if _NOTHING in chosen:
             raise AgreedError("the sampling rank could not choose tokens", code=ErrorCode.WORKER_FAILED)
         return chosen
 

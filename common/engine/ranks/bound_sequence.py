@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.engine.ranks.agreement import NO_TOKEN
+from common.engine.model.sampler import NO_TOKEN
 from common.engine.transfer.peers import Peer
 from contracts.rank import BindSequence
 

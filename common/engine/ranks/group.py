@@ -209,6 +209,7 @@ class RankGroup:
             else (),
             draft_ns=max(answer.draft_ns for answer in answers),
             num_drafts=answers[0].num_drafts,
+            failed=answers[0].failed,
         )
 
     async def digest(self, seq: int, side: PeerSide, start: int, end: int) -> tuple[PartDigest, ...]:

@@ -11,7 +11,7 @@ from common.engine.collectives.port import CollectiveAbortedError, Collectives
 from common.engine.drafts.drafter import Advance, Drafter, num_accepted
 from common.engine.drafts.handoff import DraftHandoff
 from common.engine.model.model import Model, Output
-from common.engine.model.sampler import Draw
+from common.engine.model.sampler import NO_TOKEN, Draw
 from common.engine.model.tensor_parallel import SAMPLING_RANK
 from common.engine.ranks.agreement import AgreedError, Agreement
 from common.engine.ranks.bound_sequence import BoundSequence
@@ -31,6 +31,7 @@ class _Noted:
     layer_started_ns: list[int] = field(default_factory=list)
     draft_ns: int = 0
     num_drafts: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
 
 
 class StepRunner:
@@ -94,6 +95,7 @@ class StepRunner:
             layer_started_ns=tuple(noted.layer_started_ns),
             draft_ns=noted.draft_ns,
             num_drafts=tuple(noted.num_drafts) if any(noted.num_drafts) else (),
+            failed=tuple(noted.failed),
             error=error,
         )
 
@@ -123,11 +125,16 @@ class StepRunner:
         drawn = [(sequence, each) for sequence, each in zip(bound, laid, strict=True) if each.num_logits]
         chosen = iter(self._sample(output.logits, drawn) if drawn else ())
         tokens = [next(chosen) if each.num_logits else [] for each in laid]
+        noted.failed += [
+            item.seq
+            for item, each, found in zip(plan.items, laid, tokens, strict=True)
+            if each.num_logits and not found
+        ]
         for sequence, each, found in zip(bound, laid, tokens, strict=True):
             _move_on(sequence, each, found)
         if self._drafter is not None:
             began_ns = self._clock.monotonic_ns()
-            self._draft(self._drafter, output, step, bound, laid)
+            self._draft(self._drafter, output, step, [*zip(bound, laid, tokens, strict=True)])
             if self._draft_handoff is not None:
                 now_ns, handoff = self._clock.monotonic_ns(), self._draft_handoff
                 self._queue([task for push in pushes for task in push.of_draft(handoff, now_ns)])
@@ -189,25 +196,24 @@ class StepRunner:
         drafter: Drafter,
         output: Output,
         step: StepInput,
-        bound: Sequence[BoundSequence],
-        laid: Sequence[StepSequence],
+        done: Sequence[tuple[BoundSequence, StepSequence, Sequence[int]]],
     ) -> None:
-        """Tell the drafter how far everybody has come, and keep its guesses."""
+        """Tell the drafter how far everybody has come, and keep its guesses; `done` has the tokens that each was given."""
         advances = [
-            self._advance(sequence, each, first_row)
-            for sequence, each, first_row in zip(bound, laid, step.first_rows, strict=True)
+            self._advance(sequence, laid, first_row, is_given=bool(found))
+            for (sequence, laid, found), first_row in zip(done, step.first_rows, strict=True)
         ]
-        for sequence, drafts in zip(bound, drafter.advance(output.hidden, advances), strict=True):
+        for (sequence, _, _), drafts in zip(done, drafter.advance(output.hidden, advances), strict=True):
             sequence.drafts = drafts
 
-    def _advance(self, sequence: BoundSequence, laid: StepSequence, first_row: int) -> Advance:
+    def _advance(self, sequence: BoundSequence, laid: StepSequence, first_row: int, *, is_given: bool) -> Advance:
         binding = sequence.binding
-        end = sequence.last_position if laid.num_logits else laid.end
+        end = sequence.last_position if is_given else laid.end
         geometry = self._buffers.geometry
         num_places = len(binding.block_ids) * geometry.block_size * geometry.dcp_size
         # Where the cache is handed on, its new owner computes the pair of the last prompt token: it has the token behind it.
         # And a draft keeps that pair in the token's place: where memory ends before it, the pair waits until there is more.
-        goes_on = laid.num_logits > 0 and binding.push is None and end < num_places
+        goes_on = is_given and binding.push is None and end < num_places
         return Advance(
             seq=binding.seq,
             block_ids=binding.block_ids,
@@ -225,7 +231,7 @@ class StepRunner:
     ) -> list[list[int]]:
         """The tokens that each sequence goes on with, on all ranks: the model's own choices, as far as its guesses were right.
 
-        The choice at a position depends on what stands before it and on the position's random number, never on what was guessed:
+        None for one whose logits are not sound. The choice at a position depends on what stands before it and on the position's random number, never on what was guessed:
         so guesses change nothing but the number of steps.
         """
         draws = [
@@ -238,7 +244,8 @@ class StepRunner:
         for _, laid in drawn:
             choices = [next(chosen) for _ in range(laid.num_logits)]
             guesses = laid.token_ids[len(laid.token_ids) - laid.num_logits + 1 :]
-            tokens.append(choices[: num_accepted(guesses, choices) + 1])
+            found = choices[: num_accepted(guesses, choices) + 1]
+            tokens.append([] if NO_TOKEN in found else found)
         return tokens
 
     def _resolve(self, item: StepItem, sequence: BoundSequence) -> StepSequence:

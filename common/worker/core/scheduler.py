@@ -201,17 +201,19 @@ class Scheduler:
         self._step += 1
         return StepPlan(step=self._step, items=tuple(items))
 
-    def fail(self, what: StepPlan | tuple[Extension, ...]) -> tuple[Sequence, ...]:
-        """Take every sequence of a plan or of extensions that failed out of the running ones, and return them."""
-        items: Iterable[StepItem | Extension] = what.items if isinstance(what, StepPlan) else what
+    def fail(self, seqs: Iterable[int]) -> tuple[Sequence, ...]:
+        """Take sequences whose step or extension failed out of the running ones, and return those that still ran."""
         self._under_way.clear()
-        failed = [sequence for item in items if (sequence := self._running.get(item.seq)) is not None]
+        failed = [sequence for seq in seqs if (sequence := self._running.get(seq)) is not None]
         for sequence in failed:
             self.hold(sequence)
         return tuple(failed)
 
     def apply(self, plan: StepPlan, tokens: Iterable[SampledToken]) -> tuple[Produced, ...]:
-        """Record that a plan was computed; returns the tokens of sequences that still run, in the plan's order."""
+        """Record that a plan was computed; returns the tokens of sequences that still run, in the plan's order.
+
+        Who got none where one was due has been taken out with `fail` before.
+        """
         self._under_way.clear()
         sampled: dict[int, list[int]] = {}
         for token in tokens:
