@@ -11,7 +11,7 @@ import pytest
 
 from common.engine.port import EngineInfo, StepResult
 from common.engine.ranks.group import RankGroup
-from contracts.manifest import Role, SlotPlace
+from contracts.manifest import Namespace, PagedPlace, Role, SlotPlace
 from contracts.rank import DrafterKind, StepItem, StepPlan
 from tests.integration.cache_bytes import Memories
 from tests.integration.engine_world import binding, engine, starts, thread_launcher
@@ -75,21 +75,32 @@ class Pair:
         return result
 
 
-def spoil_states(info: EngineInfo, memories: Memories, slot: int, rank: int) -> None:
-    """Make every recurrent state of a slot not a number, on one rank."""
+def spoil(info: EngineInfo, memories: Memories, role: Role, rank: int) -> None:
+    """On one rank, make every recurrent state of the bad sequence, or every key of its first block there, not a number."""
     data = np.frombuffer(memories.of("w1")[rank], np.uint8)
+    held = binding(BAD, 1)
     for span in info.ranks[rank].manifest.spans:
-        if span.key.role is Role.SSM and isinstance(place := span.place, SlotPlace):
-            start = place.offset + slot * place.slot_stride
-            data[start : start + place.num_rows * place.row_stride].view(np.float32)[:] = np.nan
+        if span.key.role is not role or span.key.namespace is not Namespace.TARGET:
+            continue
+        match span.place:
+            case SlotPlace() as place:
+                start, size = place.offset + held.slot * place.slot_stride, place.num_rows * place.row_stride
+            case PagedPlace() as place:
+                start, size = place.offset + held.block_ids[0] * place.block_stride, span.length * place.head_bytes
+        data[start : start + size].view(np.float32)[:] = np.nan
 
 
-@pytest.mark.parametrize(("tp", "depth"), [(1, 0), (2, 0), (1, 3), (2, 3)])
-async def test_bad_logits_end_their_own_sequence_alone(tmp_path: Path, tp: int, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("role", "tp", "dcp", "depth"),
+    [(Role.SSM, 1, 1, 0), (Role.SSM, 2, 1, 3), (Role.KEY, 2, 1, 0), (Role.KEY, 4, 2, 3)],
+)
+async def test_bad_logits_end_their_own_sequence_alone(
+    tmp_path: Path, role: Role, tp: int, dcp: int, depth: int
+) -> None:
     """All ranks name it and give it no token; its neighbour's are as ever, and so are those of the next who has its slot and blocks."""
     memories = Memories()
     drafter = DrafterKind.MTP if depth else DrafterKind.NONE
-    messages = starts(FOLDER, tmp_path, tp, drafter=drafter, num_speculative_tokens=depth)
+    messages = starts(FOLDER, tmp_path, tp, dcp=dcp, drafter=drafter, num_speculative_tokens=depth)
     async with engine(messages, thread_launcher(tp, watch=memories.watch)) as (group, info):
         pair = Pair(group, depth)
         await pair.prefill(SOUND, BAD)
@@ -98,7 +109,7 @@ async def test_bad_logits_end_their_own_sequence_alone(tmp_path: Path, tp: int, 
 
         await pair.prefill(SOUND, BAD)
         assert (await pair.decode(SOUND, BAD)).failed == ()
-        spoil_states(info, memories, slot=BAD, rank=tp - 1)
+        spoil(info, memories, role, rank=tp - 1)
         told = list(pair.tokens[BAD])
         assert (await pair.decode(SOUND, BAD)).failed == (BAD,)
         assert pair.tokens[BAD] == told

@@ -77,6 +77,24 @@ def test_each_rank_gets_the_answers_to_its_own_queries() -> None:
         assert torch.allclose(merged.lse.values, torch.tensor(3.0).log())
 
 
+@pytest.mark.parametrize("lse", [torch.nan, torch.inf])
+def test_a_shard_whose_keys_are_broken_is_not_taken_for_one_without_keys(lse: float) -> None:
+    """The rows that it answered become NaN, and no others: leaving the shard out would be a wrong answer that nobody sees."""
+
+    def merge(collectives: ThreadCollectives) -> Partial:
+        context = split_context(collectives, 2)
+        assert context is not None
+        found = torch.zeros(ROWS, 2 * HEADS)
+        if collectives.rank == 1:
+            found[1] = lse
+        return context.merge_own(Partial(torch.ones(ROWS, 2 * HEADS, DIM), NaturalLse(found)))
+
+    for merged in on_all(2, merge):
+        assert bool(merged.output[1].isnan().all())
+        assert bool(merged.lse.values[1].isnan().all())
+        assert bool((merged.output[[0, 2]] == 1).all())
+
+
 def test_groups_of_one_need_no_group() -> None:
     """Without context parallelism nothing is split."""
     assert split_context(None, 1) is None

@@ -6,7 +6,7 @@ import torch
 
 from common.engine.device.port import Device
 from common.engine.model.attention_metadata import AttentionGroup, AttentionMetadata, KeyTile
-from common.engine.model.partial import NaturalLse, Partial, merge_partials, natural
+from common.engine.model.partial import NaturalLse, Partial, merge_attended, natural
 
 
 def write_paged(
@@ -54,7 +54,7 @@ def _attend_group(
     for tile in group.tiles[1:]:
         further = _attend_tile(rows, key_cache, value_cache, tile, device)
         lses = torch.stack((partial.lse.values, further.lse.values))
-        partial = merge_partials(Partial(torch.stack((partial.output, further.output)), NaturalLse(lses)))
+        partial = merge_attended(Partial(torch.stack((partial.output, further.output)), NaturalLse(lses)))
     output = partial.output.reshape(batch, kv_heads, repeats, count, dim).permute(0, 3, 1, 2, 4)
     lse = partial.lse.values.reshape(batch, kv_heads, repeats, count).permute(0, 3, 1, 2)
     return Partial(output.reshape(batch * count, heads, dim), NaturalLse(lse.reshape(batch * count, heads)))

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from common.engine.collectives.port import Collectives
-from common.engine.model.partial import NaturalLse, Partial, merge_partials
+from common.engine.model.partial import NaturalLse, Partial, merge_attended
 
 
 class ContextGroup:
@@ -32,7 +32,7 @@ class ContextGroup:
         num_rows, num_heads, width = packed.shape
         by_rank = packed.view(num_rows, self.size, num_heads // self.size, width).transpose(0, 1)
         shards = self._collectives.exchange(by_rank)
-        return merge_partials(Partial(shards[..., :-1], NaturalLse(shards[..., -1])))
+        return merge_attended(Partial(shards[..., :-1], NaturalLse(shards[..., -1])))
 
 
 def split_context(collectives: Collectives | None, dcp_size: int) -> ContextGroup | None:

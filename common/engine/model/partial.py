@@ -70,3 +70,15 @@ def merge_partials(parts: Partial) -> Partial:
     total = weights.sum(0)
     merged = (outputs * weights[..., None]).sum(0) / total.masked_fill(total == 0, 1.0)[..., None]
     return Partial(merged, NaturalLse(highest + total.log()))
+
+
+def merge_attended(parts: Partial) -> Partial:
+    """`merge_partials` of what attention has given, whose rows without keys are (0, -inf) already.
+
+    An LSE of NaN or +inf then means keys that are broken, not keys that are absent: the row becomes NaN, as it would in one piece,
+    instead of an answer that has quietly left those keys out.
+    """
+    merged = merge_partials(parts)
+    broken = ~(parts.lse.values < torch.inf).all(0)
+    output = merged.output.masked_fill(broken[..., None], torch.nan)
+    return Partial(output, NaturalLse(merged.lse.values.masked_fill(broken, torch.nan)))
