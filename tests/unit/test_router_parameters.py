@@ -7,7 +7,7 @@ import pytest
 
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.openai import ChatRequest, CompletionRequest
-from services.router.core.bodies import decode_body
+from services.router.core.bodies import MAX_COMPARED_NAMES, decode_body
 from services.router.core.parameters import (
     Ask,
     check_token_ids,
@@ -257,3 +257,16 @@ def test_a_slip_of_the_pen_is_told_and_other_unknown_fields_are_ignored(name: st
         decode_body(body, CompletionRequest)
     assert caught.value.message == f"{name}: there is no such field; did you mean {meant}?"
     assert (caught.value.code, caught.value.info.param) == (ErrorCode.INVALID_REQUEST, name)
+
+
+@pytest.mark.parametrize("num_before", [MAX_COMPARED_NAMES - 1, MAX_COMPARED_NAMES])
+def test_slips_are_looked_for_among_so_many_unknown_fields(num_before: int) -> None:
+    """A body may hold hundreds of thousands of them, and each comparison holds up everybody; fields that are known do not count."""
+    unknown = {f"x_{place}": 1 for place in range(num_before)}
+    after = {f"y_{place}": 1 for place in range(20_000)}
+    body = json.dumps(unknown | {"model": "tiny", "prompt": "x", "temprature": 1} | after).encode()
+    if num_before < MAX_COMPARED_NAMES:
+        with pytest.raises(PdmeshError, match="did you mean temperature"):
+            decode_body(body, CompletionRequest)
+    else:
+        assert decode_body(body, CompletionRequest).prompt == "x"

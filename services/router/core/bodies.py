@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -15,6 +16,8 @@ _SAME_WORD: Final = 0.87
 """How alike a slip is to what was meant. Less would refuse fields of other servers, such as `max_new_tokens`, `top_a`, `repeat_penalty`."""
 _MIN_NAME_CHARS: Final = 4
 _MAX_NAME_CHARS: Final = 40
+MAX_COMPARED_NAMES: Final = 32
+"""Unknown fields of one body that are looked at: each takes about as long as reading a kilobyte, and a body holds hundreds of thousands."""
 _MISSING: Final = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
 
@@ -22,7 +25,7 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
     """Return the body as `kind`. Raises `PdmeshError` (`invalid_request`) whose `param` is the path of the field.
 
     Fields that `kind` does not know are ignored, as clients expect, unless they are all but one that it knows: that is a slip of
-    the pen, and would quietly do nothing.
+    the pen, and would quietly do nothing. Slips are looked for among the first `MAX_COMPARED_NAMES` of them.
     """
     try:
         found = msgspec.json.decode(body, type=kind)
@@ -39,8 +42,9 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
         raise _invalid(f"body: it is not valid JSON ({error})", None) from None
     except RecursionError:
         raise _invalid("body: it is nested too deeply", None) from None
-    for name in given.keys() - _names_of(kind):
-        meant = _meant(name, kind)
+    known = _names_of(kind)
+    for name in islice((name for name in given if name not in known), MAX_COMPARED_NAMES):
+        meant = _meant(name, known)
         if meant is not None:
             raise _invalid(f"{name}: there is no such field; did you mean {meant}?", name)
     return found
@@ -50,11 +54,11 @@ def _names_of(kind: type[Any]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__)
 
 
-def _meant(name: str, kind: type[Any]) -> str | None:
+def _meant(name: str, known: frozenset[str]) -> str | None:
     """The field that a misspelt name stands for; None for a name that looks like none."""
     if not _MIN_NAME_CHARS <= len(name) <= _MAX_NAME_CHARS:
         return None
-    close = difflib.get_close_matches(name, sorted(_names_of(kind)), n=1, cutoff=_SAME_WORD)
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_SAME_WORD)
     return close[0] if close else None
 
 
