@@ -335,12 +335,17 @@ class _Planner:
         self._findings.append(Finding(service="", problem=SettingsProblem(key=key, value=value, rule=rule)))
 
     def _distinct_findings(self) -> tuple[Finding, ...]:
-        """What is set for everybody is refused by everybody, in slightly different words: say it once, in the most helpful ones."""
-        found: dict[tuple[str, str, str], Finding] = {}
+        """What is set for everybody is refused by everybody, in slightly different words: say it once, in the most helpful ones.
+
+        Rules of different names are different refusals: whoever mends the one would meet the other next.
+        """
+        found: dict[tuple[str, str, str, str], Finding] = {}
         for each in self._findings:
-            known = found.setdefault((each.service, each.problem.key, each.problem.value), each)
-            if known.problem.rule in each.problem.rule:  # the same, with what may have been meant
-                found[each.service, each.problem.key, each.problem.value] = each
+            problem = each.problem
+            place = each.service, problem.key, problem.value, problem.name
+            known = found.setdefault(place, each)
+            if known.problem.rule in problem.rule:  # the same, with what may have been meant
+                found[place] = each
         return tuple(found.values())
 
 

@@ -99,6 +99,7 @@ def _size(role: WorkerRole, spec: str, request: EstimateRequest, environ: Mappin
         num_speculative_tokens=settings.depth_of(role),
         keeps_draft=settings.drafter_of(role) is DrafterKind.MTP,
         draft_whole=settings.mtp_draft_body_tp1,
+        max_step_tokens=settings.max_step_tokens,
     )
 
 

@@ -62,6 +62,24 @@ def test_a_mesh_that_may_start_is_told_what_its_settings_come_to() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "rules"),
+    [
+        (("--decode", "tp=4,dcp=2,layerwise_kv_sharding=1"), {"validated_with_dcp", "no_layerwise_kv_sharding"}),
+        (("--decode", "tp=4,dcp=2,graph=1"), {"validated_with_dcp", "not_built_yet"}),
+        (
+            ("--mixed", "tp=4,dcp=4,reserve_output_tokens=8"),
+            {"dcp_ranks_hold_one_kv_head", "dcp_chunked_prefill_is_experimental"},
+        ),
+    ],
+)
+def test_two_rules_against_one_value_are_both_told(words: tuple[str, ...], rules: set[str]) -> None:
+    """Whoever mends the one would meet the other next."""
+    given = ("--prefill", "tp=2") if words[0] == "--decode" else ()
+    found = check(*given, *words)
+    assert {finding.problem.name for finding in found.findings} == rules
+
+
 def test_every_refusal_stands_at_its_service_with_its_remedy() -> None:
     """All at once: what concerns the mesh first, then each service with the rule's name and what to change."""
     found = check(*REFUSED)

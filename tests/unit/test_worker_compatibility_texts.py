@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.engine.fake.model import FakeModel
@@ -267,6 +268,18 @@ def test_without_a_model_dcp_divides_tp() -> None:
         Refusal(rule=Rule.DCP_CUT, key="dcp", value="4", text="divides tp = 6", remedy="set dcp to a divisor of tp"),
     )
     assert judge(settings(tp=6, dcp=3), D, None).refusals == ()
+
+
+def test_the_way_back_from_pieces_with_dcp_is_one_that_nobody_refuses() -> None:
+    """Whole prompts do not go with memory that grows: where it does, both are to be changed."""
+    growing = settings(tp=4, dcp=2, reserve_output_tokens=8)
+    (refusal,) = judge(growing, M, FakeModel()).refusals
+    assert refusal.remedy.startswith("set chunked_prefill=0 and reserve_output_tokens=0 (")
+    allowed = msgspec.structs.replace(growing, experimental_dcp_chunked_prefill=True)
+    (caution,) = judge(allowed, M, FakeModel()).cautions
+    assert caution.remedy == "to roll back set chunked_prefill=0 and reserve_output_tokens=0, or dcp=1"
+    whole = msgspec.structs.replace(growing, chunked_prefill=False, reserve_output_tokens=0)
+    assert judge(whole, M, FakeModel()).refusals == ()
 
 
 def test_the_warning_and_what_settings_come_to_say() -> None:

@@ -162,7 +162,7 @@ def _context_parallel(case: _Case) -> Iterator[Refusal]:
     if is_prefill_chunked(settings, role) and not settings.experimental_dcp_chunked_prefill:
         text = f"must be 1 where prompts are computed in pieces: with dcp={settings.dcp} that is experimental"
         remedy = (
-            "set chunked_prefill=0 (prompts up to max_step_tokens), or experimental_dcp_chunked_prefill=1 "
+            f"set {_whole_prompts(settings)} (prompts up to max_step_tokens), or experimental_dcp_chunked_prefill=1 "
             "(answers may differ in bits from those of dcp=1)"
         )
         yield _refuse(case, Rule.DCP_CHUNKED, "dcp", text, remedy)
@@ -280,13 +280,18 @@ _RULES: Final[tuple[Callable[[_Case], Iterator[Refusal]], ...]] = (
 )
 
 
+def _whole_prompts(settings: WorkerSettings) -> str:
+    """What a mixed worker sets to compute prompts in one piece, and nobody refuses."""
+    return "chunked_prefill=0" + (" and reserve_output_tokens=0" if settings.reserve_output_tokens else "")
+
+
 def _cautions(case: _Case) -> Iterator[Caution]:
     settings = case.settings
     if settings.dcp > 1 and is_prefill_chunked(settings, case.role) and settings.experimental_dcp_chunked_prefill:
         yield Caution(
             name="dcp_chunked_prefill_not_bitwise",
             text=f"prompts are computed in pieces with dcp={settings.dcp}: answers need not be those of dcp=1 bit for bit",
-            remedy="to roll back set chunked_prefill=0, or dcp=1",
+            remedy=f"to roll back set {_whole_prompts(settings)}, or dcp=1",
         )
 
 

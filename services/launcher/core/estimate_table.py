@@ -123,6 +123,8 @@ def _capacity_lines(config: ModelConfig, worker: WorkerEstimate, capacity: Capac
     yield f"  the longest request alone: {capacity.num_tokens:,} tokens{note}"
     each = " in each replica" if size.dp > 1 else ""
     settings = f": num_blocks={capacity.num_blocks},num_slots={capacity.num_slots}" if capacity.num_requests else ""
+    if capacity.max_step_tokens > size.max_step_tokens:
+        settings += f",max_step_tokens={capacity.max_step_tokens}"
     yield f"  requests of {length:,} tokens at once: {capacity.num_requests:,}{each}{settings}"
 
 

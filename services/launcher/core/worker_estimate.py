@@ -25,7 +25,7 @@ class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
     """What decides the layout of a worker. A rank has at most `num_staging_rows` rows for states on their way; None: one a slot.
 
     States have `num_speculative_tokens` more rows than one. With `keeps_draft` there is the draft head with its cache, with
-    `draft_whole` all of it on each rank.
+    `draft_whole` all of it on each rank. A step computes `max_step_tokens` at most, one for each slot among them.
     """
 
     role: str
@@ -38,6 +38,7 @@ class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int = 0
     keeps_draft: bool = False
     draft_whole: bool = False
+    max_step_tokens: int = 512
 
 
 class RequestBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +79,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What fits into `memory_bytes` of each rank, behind the weights; what computing takes is not counted.
 
     `num_tokens` is the longest single request, `num_requests` those of the asked length at once, in one replica. To be set for
-    the latter: `num_blocks` and `num_slots`.
+    the latter: `num_blocks` and `num_slots`, and `max_step_tokens`, which must not be below the slots.
     """
 
     memory_bytes: int
@@ -87,6 +88,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_blocks: int
     num_slots: int
+    max_step_tokens: int
 
 
 class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +203,7 @@ def _capacity(
         num_requests=num_requests,
         num_blocks=num_requests * per_request,
         num_slots=num_requests,
+        max_step_tokens=max(size.max_step_tokens, num_requests),
     )
 
 
