@@ -77,7 +77,7 @@ class Endpoints:
         prompts = read_prompts(asked.prompt)
 
         async def encode() -> Sequence[tuple[int, ...]]:
-            return [await self.tokenizing.encode_prompt(prompt) for prompt in prompts]
+            return await self.tokenizing.encode_prompts(prompts)
 
         return await self.completer.answer(request, ask, encode, num_prompts=len(prompts), chat=False)
 
@@ -115,8 +115,8 @@ class Endpoints:
                 add_generation_prompt=asked.add_generation_prompt is not False,
             )
         else:
-            ids = await self.tokenizing.encode_prompt(
-                asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False
+            (ids,) = await self.tokenizing.encode_prompts(
+                (asked.prompt or "",), add_special_tokens=asked.add_special_tokens is not False
             )
         limit = self.model.max_sequence_tokens
         return _json(TokenizeAnswer(tokens=list(ids), count=len(ids), max_model_len=limit))

@@ -86,7 +86,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_threads: Count = 1
     """Threads that tokenize long texts."""
     inline_tokenizing_chars: Count = 4096
-    """Texts up to this length are tokenized at once, without a thread."""
+    """Requests whose text is up to this long in all are tokenized at once, without a thread."""
     drain_timeout_s: Seconds = 30.0
     """How long a drain waits for requests before it is cut short."""
     log_level: LogLevel = "info"

@@ -3,18 +3,24 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from contracts.errors import ErrorCode, PdmeshError
 from services.router.core.parameters import Prompt, check_token_ids
 from services.router.model_directory import Model
 
+TURN_CHARS: Final = 64
+"""What a turn of a conversation counts beside its text: the template goes through each, an empty one as well."""
+
 
 class Tokenizing:
     """Encodes prompts.
 
-    Text longer than `inline_chars` is encoded by one of `num_threads` threads, which leave the interpreter's lock alone;
-    shorter text would wait longer for a thread than it takes.
+    A request of more than `inline_chars` is encoded by one of `num_threads` threads, which leave the interpreter's lock alone
+    while they tokenize; a shorter one would wait longer for a thread than it takes. What counts is all that a client sends of it:
+    its prompts together, or each turn with its role, its name and `TURN_CHARS`, and the arguments as JSON.
     """
 
     def __init__(self, model: Model, *, num_threads: int, inline_chars: int) -> None:
@@ -22,12 +28,19 @@ class Tokenizing:
         self._inline_chars = inline_chars
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
 
-    async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the prompt's ids. Raises `PdmeshError` (`invalid_request`) for no ids and for ids out of range."""
-        if isinstance(prompt, str):
-            prompt = await self._run(len(prompt), lambda text: self._encode(text, add_special_tokens), prompt)
-        check_token_ids(prompt, vocab_size=self._model.vocabulary.size)
-        return prompt
+    async def encode_prompts(
+        self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True
+    ) -> Sequence[tuple[int, ...]]:
+        """Return the ids of each prompt. Raises `PdmeshError` (`invalid_request`) for no ids and for ids out of range."""
+        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        encoded: list[tuple[int, ...]] = []
+        for prompt in prompts:
+            ids = prompt
+            if isinstance(ids, str):
+                ids = await self._run(num_chars, lambda text: self._encode(text, add_special_tokens), ids)
+            check_token_ids(ids, vocab_size=self._model.vocabulary.size)
+            encoded.append(ids)
+        return encoded
 
     async def encode_chat(
         self,
@@ -46,7 +59,10 @@ class Tokenizing:
             text = template.render(turns, add_generation_prompt=add_generation_prompt, arguments=arguments)
             return self._encode(text, add_special_tokens=False)  # the template writes them itself
 
-        ids = await self._run(sum(len(turn["content"]) for turn in messages), render, messages)
+        num_chars = sum(TURN_CHARS + sum(map(len, turn.values())) for turn in messages)
+        if arguments:
+            num_chars += len(msgspec.json.encode(arguments))
+        ids = await self._run(num_chars, render, messages)
         check_token_ids(ids, vocab_size=self._model.vocabulary.size)
         return ids
 

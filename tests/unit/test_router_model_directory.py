@@ -1,7 +1,10 @@
 """What the router reads of a checkpoint, and what it says of one that it cannot read."""
 
+import dataclasses
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,10 +108,61 @@ async def test_threads_give_what_the_loop_gives(tmp_path: Path) -> None:
     model = load(write_model(tmp_path / "tiny"))
     inline, threaded = (Tokenizing(model, num_threads=1, inline_chars=limit) for limit in (1000, 0))
     text = "hello there, wörld"
-    assert await inline.encode_prompt(text) == await threaded.encode_prompt(text) == tuple(encode_text(text))
+    expected = [tuple(encode_text(text)), tuple(encode_text("hi"))]
+    assert await inline.encode_prompts([text, "hi"]) == await threaded.encode_prompts([text, "hi"]) == expected
     inline.close()
     threaded.close()
     threaded.close()
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "threaded"),
+    [
+        (MESSAGES, None, False),
+        ([{"role": "user", "content": "x" * 900}], {"thinking": False}, False),
+        ([{"role": "user", "content": "x" * 1000}], None, True),
+        ([{"role": "user", "content": ""}] * 20, None, True),
+        ([{"role": "user", "content": "", "name": "x" * 1000}], None, True),
+        (MESSAGES, {"x": ["x" * 500, {"x" * 500: 1}]}, True),
+    ],
+    ids=["short", "nearly long", "text", "turns", "name", "arguments"],
+)
+async def test_what_is_long_of_a_conversation_is_rendered_elsewhere(
+    tmp_path: Path, messages: list[dict[str, str]], arguments: dict[str, Any] | None, threaded: bool
+) -> None:
+    """Whatever makes it long: its texts, the number of its turns, names, or what it tells the template."""
+    threads: list[threading.Thread] = []
+
+    def note() -> str:
+        threads.append(threading.current_thread())
+        return ""
+
+    model = load(write_model(tmp_path / "tiny"))
+    chat = template("{{ note() }}{% for turn in messages %}{{ turn.role }}{% endfor %}")
+    chat._names["note"] = note
+    tokenizing = Tokenizing(dataclasses.replace(model, chat_template=chat), num_threads=1, inline_chars=1000)
+    await tokenizing.encode_chat(messages, arguments=arguments)
+    tokenizing.close()
+    assert [thread is not threading.main_thread() for thread in threads] == [threaded]
+
+
+@pytest.mark.parametrize(("num_prompts", "threaded"), [(4, False), (5, True)])
+async def test_the_prompts_of_a_request_are_long_together(
+    tmp_path: Path, num_prompts: int, threaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many short ones hold up the others as much as one that has their length."""
+    threads: list[threading.Thread] = []
+    encode = Tokenizing._encode
+
+    def noted(self: Tokenizing, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        threads.append(threading.current_thread())
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizing, "_encode", noted)
+    tokenizing = Tokenizing(load(write_model(tmp_path / "tiny")), num_threads=1, inline_chars=100)
+    await tokenizing.encode_prompts(["x" * 25] * num_prompts)
+    tokenizing.close()
+    assert [thread is not threading.main_thread() for thread in threads] == [threaded] * num_prompts
 
 
 def test_templates_get_their_own_switches() -> None:

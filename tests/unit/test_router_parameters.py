@@ -3,10 +3,11 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from contracts.errors import ErrorCode, PdmeshError
-from contracts.openai import ChatRequest, CompletionRequest
+from contracts.openai import ChatMessage, ChatRequest, CompletionRequest
 from services.router.core.bodies import MAX_COMPARED_NAMES, decode_body
 from services.router.core.parameters import (
     Ask,
@@ -177,6 +178,20 @@ def test_messages_become_plain_text_turns() -> None:
         {"role": "user", "content": "ab", "name": "Ann"},
         {"role": "assistant", "content": ""},
     ]
+
+
+def test_fields_of_turns_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask anew for each turn of a long conversation held up everybody for most of a minute."""
+    asked: list[object] = []
+    fields = msgspec.structs.fields
+
+    def noted(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+        asked.append(kind)
+        return fields(kind)
+
+    monkeypatch.setattr(msgspec.structs, "fields", noted)
+    assert len(read_messages([ChatMessage(role="user", content="")] * 1000)) == 1000
+    assert len(asked) <= 1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Fields that clients send and that are not built: harmless at their neutral value, refused at any other."""
 
+import functools
 from typing import Any, Final
 
 import msgspec
@@ -61,19 +62,22 @@ value of `add_special_tokens` is met."""
 
 def refuse_unsupported(request: CompletionRequest | ChatRequest | ChatMessage, *, prefix: str = "") -> None:
     """Raise `PdmeshError` (`unsupported_parameter`) naming the first field that asks for something that is not built."""
-    for field in msgspec.structs.fields(request):
-        neutral = _NEUTRAL.get(field.name)
-        if neutral is None:
-            continue
-        value = getattr(request, field.name)
+    for field, neutral in _not_built(type(request)):
+        value = getattr(request, field)
         if value is not None and not any(_same(value, each) for each in neutral):
-            name = f"{prefix}{field.name}"
+            name = f"{prefix}{field}"
             accepted = " or ".join(["null", *(msgspec.json.encode(each).decode() for each in neutral)])
             raise PdmeshError(
                 f"{name}: this server does not support it; the rule is: leave it out, or {accepted}",
                 code=ErrorCode.UNSUPPORTED,
                 param=name,
             )
+
+
+@functools.cache
+def _not_built(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Fields of a kind that are not built, with their neutral values. To ask for them anew took most of the time of a long conversation."""
+    return tuple((field.name, _NEUTRAL[field.name]) for field in msgspec.structs.fields(kind) if field.name in _NEUTRAL)
 
 
 def _same(value: Any, neutral: Any) -> bool:
