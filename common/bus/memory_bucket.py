@@ -1,6 +1,6 @@
 """Buckets of the in-memory bus, as seen over one connection."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol, TypeVar
 
 from common.bus.memory_store import StoredBucket
@@ -67,9 +67,14 @@ class MemoryBucket:
 
     async def keys(self, pattern: str = ">") -> list[str]:
         """See `port.Bucket.keys`."""
+        return sorted([entry.key async for entry in self.entries(pattern)])
+
+    async def entries(self, pattern: str = ">") -> AsyncIterator[Entry]:
+        """See `port.Bucket.entries`."""
         check_pattern(pattern)
-        entries = await self._ask(pattern, lambda stored: stored.matching(pattern))
-        return sorted(entry.key for entry in entries if not entry.deleted)
+        for entry in await self._ask(pattern, lambda stored: stored.matching(pattern)):
+            if not entry.deleted:
+                yield entry
 
     async def watch(self, pattern: str = ">") -> QueuedWatch:
         """See `port.Bucket.watch`."""

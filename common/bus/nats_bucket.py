@@ -1,7 +1,7 @@
 """Key-value buckets on JetStream, in the layout that every NATS tool reads."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 from common.bus.errors import BusError, BusUnavailable, RevisionConflict
@@ -17,6 +17,8 @@ _DELETE: Final = "DEL"
 
 _FIRST_BACKOFF_S: Final = 0.25
 _LAST_BACKOFF_S: Final = 30.0
+_PASS_PAUSE_S: Final = 5.0
+"""How long a pass waits for what the server has said to be there: longer than for a sign of life, which the server gives all the same."""
 
 OpenReader = Callable[..., Reader]
 """Makes a Reader of (stream, subject, policy=, headers_only=) that the bus breaks off when the connection is lost."""
@@ -77,21 +79,18 @@ class NatsBucket:
         """See `port.Bucket.keys`."""
         check_pattern(pattern)
         found: set[str] = set()
-        try:
-            async with self.read(pattern, headers_only=True) as reader:
-                waiting = reader.num_pending
-                while waiting:
-                    read = await reader.next()
-                    entry = self.entry_of(read.stored)
-                    found.discard(entry.key)
-                    if not entry.deleted:
-                        found.add(entry.key)
-                    waiting = read.num_pending
-        except NotStored as error:
-            raise self._missing() from error
-        except ReaderBroken as error:
-            raise BusUnavailable(f"{self._name}: keys were not read to the end: {error}", maybe_done=False) from error
+        async for entry in self._pass(pattern, headers_only=True):
+            found.discard(entry.key)
+            if not entry.deleted:
+                found.add(entry.key)
         return sorted(found)
+
+    async def entries(self, pattern: str = ">") -> AsyncIterator[Entry]:
+        """See `port.Bucket.entries`."""
+        check_pattern(pattern)
+        async for entry in self._pass(pattern, headers_only=False):
+            if not entry.deleted:
+                yield entry
 
     async def watch(self, pattern: str = ">") -> QueuedWatch:
         """See `port.Bucket.watch`."""
@@ -115,6 +114,22 @@ class NatsBucket:
         deleted = OPERATION_HEADER in stored.headers or _MARKER_HEADER in stored.headers
         key = stored.subject.removeprefix(self._prefix)
         return Entry(key, b"" if deleted else stored.data, stored.sequence, deleted)
+
+    async def _pass(self, pattern: str, *, headers_only: bool) -> AsyncIterator[Entry]:
+        """Every entry that was there, deleted ones too. Raises BusUnavailable if they cannot be had to the end."""
+        try:
+            async with self.read(pattern, headers_only=headers_only) as reader:
+                waiting = reader.num_pending
+                while waiting:
+                    async with asyncio.timeout(_PASS_PAUSE_S):
+                        read = await reader.next()
+                    yield self.entry_of(read.stored)
+                    waiting = read.num_pending
+        except NotStored as error:
+            raise self._missing() from error
+        except (ReaderBroken, TimeoutError) as error:
+            why = str(error) or "the server sent no more"  # the last of them may have expired meanwhile
+            raise BusUnavailable(f"{self._name} was not read to the end: {why}", maybe_done=False) from error
 
     async def _last(self, key: str) -> Entry | None:
         try:

@@ -177,6 +177,14 @@ class Bucket(Protocol):
         """Return the keys with a value that match, sorted."""
         ...
 
+    def entries(self, pattern: str = ">") -> AsyncIterator[Entry]:
+        """Read the last values of the keys that match, then end: one pass, whose cost in round trips is that of one key.
+
+        Keys without a value are left out. What is written meanwhile may come too, and its key then comes again: the higher revision
+        counts. Take it to its end. Raises BusUnavailable, BusTimeout.
+        """
+        ...
+
     async def watch(self, pattern: str = ">") -> Watch:
         """Watch the keys that match. Changes after the return of this call are never missed."""
         ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime as dt
 from collections.abc import Callable
 from typing import Final
@@ -24,10 +23,6 @@ _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 0.5
 _MAX_ENDED: Final = 1024
 """How many ended handoffs are told again at most: far more than can end while a broker goes down."""
-
-_READERS: Final = 32
-"""How many records are read at once: each costs a round trip."""
-
 Outcome = RecordStored | RecordConflict | RecordUnwritten
 
 
@@ -91,40 +86,26 @@ class Records:
         That is every record that is not terminal, and the latest of those terminal ones whose end it was for the broker to
         tell the workers: it may have written that word as its last. After the deadline they need not be told.
 
-        What is no record is left where it is, and told to `unreadable` with its key.
+        What is no record is left where it is, and told to `unreadable` with its key. Everything in the bucket is read, in one pass;
+        meanwhile at most twice as many that ended are held as are told of.
         """
-        found: list[tuple[HandoffRecord, int]] = []
-        ended: list[tuple[HandoffRecord, int]] = []
-        keys = iter(await self._opened().keys())
-
-        failures: list[BusError] = []
-
-        async def read() -> None:
-            for key in keys:  # shared: each reader takes the next one
-                try:
-                    kept = await self.find(key)
-                except CodecError as error:
-                    unreadable(key, error)
-                    continue
-                except BusError as error:
-                    failures.append(error)
-                    return
-                if kept is None:
-                    continue
-                record = kept[0]
-                if not record.state.terminal:
-                    found.append(kept)
-                elif _ended_here(record) and seconds_left(record.deadline_at, self._clock.wall_time()) > 0:
-                    ended.append(kept)
-
-        async with asyncio.TaskGroup() as readers:
-            for number in range(_READERS):
-                readers.create_task(read(), name=f"record-reader-{number}")
-        if failures:
-            raise failures[0]
-        found.sort(key=lambda each: each[1])
-        ended.sort(key=lambda each: each[1])
-        return found + ended[-_MAX_ENDED:]
+        alive: dict[str, tuple[HandoffRecord, int]] = {}
+        ended: dict[str, tuple[HandoffRecord, int]] = {}
+        async for entry in self._opened().entries():
+            try:
+                record = _checked(entry.key, decode(entry.value, HandoffRecord))
+            except CodecError as error:
+                unreadable(entry.key, error)
+                continue
+            for kept in (alive, ended):  # it may have been written, and read, once more meanwhile
+                kept.pop(entry.key, None)
+            if not record.state.terminal:
+                alive[entry.key] = record, entry.revision
+            elif _ended_here(record) and seconds_left(record.deadline_at, self._clock.wall_time()) > 0:
+                ended[entry.key] = record, entry.revision
+                if len(ended) > 2 * _MAX_ENDED:
+                    ended = {record.handoff_id: (record, revision) for record, revision in _latest(ended)}
+        return sorted(alive.values(), key=_revision) + _latest(ended)
 
     async def find(self, handoff_id: str) -> tuple[HandoffRecord, int] | None:
         """One record and its revision; None for a key that is not there. Raises `CodecError` and `BusError`."""
@@ -137,6 +118,15 @@ class Records:
         if self._bucket is None:
             raise AssertionError("`open` comes first")
         return self._bucket
+
+
+def _latest(ended: dict[str, tuple[HandoffRecord, int]]) -> list[tuple[HandoffRecord, int]]:
+    """Those that were written last, as many as are told of, in the order of their writing."""
+    return sorted(ended.values(), key=_revision)[-_MAX_ENDED:]
+
+
+def _revision(kept: tuple[HandoffRecord, int]) -> int:
+    return kept[1]
 
 
 def _ended_here(record: HandoffRecord) -> bool:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import nats
 import pytest
 
-from common.bus import nats_reader
+from common.bus import nats_bucket, nats_reader
 from common.bus.errors import BusTimeout, BusUnavailable, ServerTooOld, StorageRefused
 from common.bus.nats_bucket import NatsBucket
 from common.bus.nats_reader import Read, Reader, ReaderBroken
@@ -125,6 +125,37 @@ async def test_buckets_are_those_of_every_nats_tool(nats_server: NatsServer) -> 
             await client.close()
 
 
+async def test_a_pass_costs_as_many_messages_as_its_last_entry_alone(nats_server: NatsServer) -> None:
+    """Reading a thousand values asks the server a few times, whatever the bucket holds."""
+    async with open_nats(nats_server.url) as bus:
+        bucket = await bus.ensure_bucket(BucketConfig(name="LARGE"))
+        for number in range(1000):
+            await bucket.put(f"k{number}", b"x" * 500)
+        client = bus._connection.client
+        before = client.stats["out_msgs"]
+        assert [entry.key async for entry in bucket.entries()] == [f"k{number}" for number in range(1000)]
+        assert client.stats["out_msgs"] - before < 30
+
+
+async def test_a_pass_whose_last_entry_is_never_sent_ends(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has said that one more waits, and it expired before it was sent: signs of life alone end nothing, but a pause does."""
+    monkeypatch.setattr(nats_bucket, "_PASS_PAUSE_S", 1.5)
+    opened = Reader.__aenter__
+
+    async def opened_with_one_too_many(reader: Reader) -> Reader:
+        await opened(reader)
+        reader.num_pending += 1
+        return reader
+
+    monkeypatch.setattr(Reader, "__aenter__", opened_with_one_too_many)
+    async with open_nats(nats_server.url) as bus:
+        bucket = await bus.ensure_bucket(BucketConfig(name="EXPIRED"))
+        with pytest.raises(BusUnavailable, match="no more"):
+            await soon(bucket.keys())
+
+
 async def test_passes_leave_no_consumers_behind(nats_server: NatsServer) -> None:
     """Listing keys, reading streams and watching give their consumers back."""
     async with open_nats(nats_server.url) as bus:
@@ -132,6 +163,7 @@ async def test_passes_leave_no_consumers_behind(nats_server: NatsServer) -> None
         await bucket.put("k", b"1")
         for _ in range(5):
             assert await bucket.keys() == ["k"]
+            assert [entry.value async for entry in bucket.entries()] == [b"1"]
             watch = await bucket.watch()
             assert isinstance(await soon(anext(watch)), Entry)
             assert isinstance(await soon(anext(watch)), Snapshot)

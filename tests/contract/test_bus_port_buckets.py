@@ -1,7 +1,7 @@
 """What every bus adapter owes its users, 2: buckets and watches."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -91,6 +91,27 @@ async def test_keys_are_listed_by_pattern(world: World) -> None:
         assert await bucket.keys() == ["decode.0", "decode.1", "prefill.0"]
         assert await bucket.keys("decode.*") == ["decode.0", "decode.1"]
         assert await bucket.keys("mixed.>") == []
+
+
+async def test_entries_are_read_in_one_pass(world: World) -> None:
+    """The last value of each key that matches, with its revision; nothing of deleted ones; an empty bucket ends at once."""
+    async with world.open() as bus:
+        bucket = await bus.ensure_bucket(BucketConfig(name=unique("PASS")))
+
+        async def entries(pattern: str = ">") -> list[Entry]:
+            return await soon(collected(bucket.entries(pattern)))
+
+        async def collected(found: AsyncIterator[Entry]) -> list[Entry]:
+            return [entry async for entry in found]
+
+        assert await entries() == []
+        for key in ("a.0", "b.0", "a.1", "a.2"):
+            await bucket.put(key, b"first")
+        last = await bucket.put("a.0", b"last")
+        await bucket.delete("a.2")
+        assert await entries("a.*") == [Entry("a.1", b"first", last - 2), Entry("a.0", b"last", last)]
+        assert [entry.key for entry in await entries()] == ["b.0", "a.1", "a.0"]
+        assert await entries("c.>") == []
 
 
 async def test_values_expire(world: World) -> None:
