@@ -29,9 +29,9 @@ BATCH = 256
 class Tables:
     """Logits `[position, token, vocab]` of what follows a token at a position: the model's and the draft's, at temperature 1."""
 
-    def __init__(self, seed: int, *, likeness: float = 1.0) -> None:
+    def __init__(self, seed: int, *, likeness: float = 1.0, num_positions: int = NUM_POSITIONS) -> None:
         generator = torch.Generator().manual_seed(seed)
-        shape = (NUM_POSITIONS, VOCAB_SIZE, VOCAB_SIZE)
+        shape = (num_positions, VOCAB_SIZE, VOCAB_SIZE)
         self.model = torch.randn(shape, generator=generator)
         self.draft = self.model * likeness + torch.randn(shape, generator=generator) * 0.7
 
@@ -92,12 +92,17 @@ class NoAttention(AttentionGeometry):
 
 
 class ToyEngine:
-    """Runs many sequences, each of one prompt token and of a seed of its own, `BATCH` at a time."""
+    """Runs many sequences, each of one prompt token and of a seed of its own, `BATCH` at a time.
 
-    def __init__(self, tables: Tables, depth: int) -> None:
+    Each has at least `min_tokens` before one of `eos`. `failed` are seeds that were given no token.
+    """
+
+    def __init__(self, tables: Tables, depth: int, *, eos: Sequence[int] = (), min_tokens: int = 0) -> None:
+        self.failed: set[int] = set()
+        self._min_tokens = min_tokens
         geometry = NoAttention(num_query_heads=1, num_kv_heads=1, block_size=16)
         device = torch.device("cpu")
-        agreement = Agreement(Sampler(()), None)
+        agreement = Agreement(Sampler(eos), None)
         head = cast("MtpHead", ToyHead(tables))
         unused: Any = None
         self._depth = depth
@@ -124,7 +129,9 @@ class ToyEngine:
                 block_ids=(0,),
                 slot=0,
                 num_prompt_tokens=position + 1,
-                sampling=SamplingParams(max_tokens=NUM_POSITIONS, seed=seed, temperature=1.0),
+                sampling=SamplingParams(
+                    max_tokens=NUM_POSITIONS, seed=seed, temperature=1.0, min_tokens=self._min_tokens
+                ),
             )
             self._bound[seed] = BoundSequence(binding=binding, peer=None)
             # Tables need no pair of what stands before the prompt token, and without any nothing would be guessed.
@@ -154,6 +161,7 @@ class ToyEngine:
         for first in range(0, len(items), BATCH):
             done = self._runner.run(StepPlan(step=1, items=tuple(items[first : first + BATCH])), self._bound, 0)
             assert done.error is None, done.error
+            self.failed.update(done.failed)
             for token in done.tokens:
                 found[token.seq].append(token.token_id)
         return found

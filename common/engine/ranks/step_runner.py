@@ -231,7 +231,7 @@ class StepRunner:
     ) -> list[list[int]]:
         """The tokens that each sequence goes on with, on all ranks: the model's own choices, as far as its guesses were right.
 
-        None for one whose logits are not sound. The choice at a position depends on what stands before it and on the position's random number, never on what was guessed:
+        They end before the first row whose logits are not sound: none where that is the first of a sequence. The choice at a position depends on what stands before it and on the position's random number, never on what was guessed:
         so guesses change nothing but the number of steps.
         """
         draws = [
@@ -245,7 +245,7 @@ class StepRunner:
             choices = [next(chosen) for _ in range(laid.num_logits)]
             guesses = laid.token_ids[len(laid.token_ids) - laid.num_logits + 1 :]
             found = choices[: num_accepted(guesses, choices) + 1]
-            tokens.append([] if NO_TOKEN in found else found)
+            tokens.append(found[: found.index(NO_TOKEN)] if NO_TOKEN in found else found)
         return tokens
 
     def _resolve(self, item: StepItem, sequence: BoundSequence) -> StepSequence:
