@@ -15,7 +15,7 @@ from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.requests import FinishReason, WorkerRef
 from services.router.core.course import Course
 from services.router.core.placement import Loads, Placing, place, workers_of
-from services.router.core.retry import RetryPolicy, is_free
+from services.router.core.retry import RetryPolicy, is_free, may_take_reserve
 from services.router.core.retry_budget import RetryBudget
 from services.router.core.text_stream import TextPiece, TextStream
 from services.router.core.token_order import TokenOrder
@@ -232,7 +232,8 @@ class Generator:
         course.failed(error, workers_of(attempt.route), delivered=delivered)
         if not course.may_go_on or not self.policy.may_retry(error, course.failures):
             raise error
-        if not is_free(error) and not self.budget.take(self.clock.monotonic()):
+        from_reserve = may_take_reserve(error, begun=course.num_tokens > 0)
+        if not is_free(error) and not self.budget.take(self.clock.monotonic(), from_reserve=from_reserve):
             self.metrics.retries_refused.inc()
             raise error
         self.metrics.retries.labels(code=error.code).inc()

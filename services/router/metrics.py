@@ -39,7 +39,7 @@ class RouterMetrics:
             ("code",),
         )
         self.retries_refused = metrics.counter(
-            "router_retries_refused_total", "Failed attempts that no other followed because all retries were spent."
+            "router_retries_refused_total", "Failed attempts that no other followed because no retry was left for them."
         )
         self.replays = metrics.counter(
             "router_replays_total",

@@ -72,7 +72,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     reroute_wait_s: Seconds = 30.0
     """How long a request that has lost its workers waits for others to take it."""
     retry_budget: Count = 512
-    """Retries of all requests together that may be saved up."""
+    """Retries of all requests together that may be saved up; half of them are kept for begun answers and lost workers."""
     retry_share: Share = 0.1
     """Retries that each request adds to the budget."""
     retry_floor_per_s: Seconds = 2.0

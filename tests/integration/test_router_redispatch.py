@@ -279,6 +279,18 @@ async def test_retries_of_all_requests_together_are_bounded(tmp_path: Path) -> N
         assert b"\npdmesh_router_retries_refused_total 1.0\n" in world.metrics.exposition()
 
 
+async def test_requests_that_are_turned_away_do_not_cost_others_their_retries(tmp_path: Path) -> None:
+    """However many a full mesh has refused: an answer whose worker is lost goes on, and finds a full mesh once more on its way."""
+    settings: dict[str, Any] = {"retry_budget": 4, "retry_share": 0.0, "retry_floor_per_s": 1e-9}
+    async with router_world(tmp_path, **settings) as world:
+        world.mesh.scripts = [failing(0, ErrorCode.OVERLOADED)]
+        for _ in range(4):
+            assert (await world.post("/v1/completions", PLAIN))[0] == 429
+        assert len(world.mesh.submits) == 4 + 2
+        world.mesh.scripts = [failing(3), failing(3, ErrorCode.OVERLOADED), whole_answer]
+        assert (await served(world, stream=True))[1] == TOKENS
+
+
 async def test_a_burst_over_what_there_is_ends_served_or_refused_and_never_late(tmp_path: Path) -> None:
     """Eight times the slots of the decode worker: whoever finds no room in all attempts hears 429 with Retry-After."""
     slots, running = 2, 0

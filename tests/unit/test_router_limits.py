@@ -20,6 +20,7 @@ from services.router.admission import Admission
 from services.router.connection import SEND_BUFFER_BYTES, WRITE_BUFFER_BYTES
 from services.router.core.prompt_frames import pack_ids, prompt_hash
 from services.router.core.remainder import Remainder, end_of, remainder
+from services.router.core.retry import may_take_reserve
 from services.router.core.retry_after import MAX_ENDS, WINDOW_S, Throughput, seconds_until_room
 from services.router.core.retry_budget import RetryBudget
 from services.router.core.token_order import MAX_WAITING_FRAMES, TokenOrder
@@ -111,14 +112,41 @@ def test_every_bound_is_a_number() -> None:
 def test_the_budget_of_retries_is_a_share_of_requests_above_a_floor() -> None:
     """It begins full; then eight requests earn one, and every second of quiet the floor's."""
     budget = RetryBudget(share=0.125, floor_per_s=0.5, capacity=2, now=0.0)
-    assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
+
+    def take(now: float, count: int) -> list[bool]:
+        return [budget.take(now, from_reserve=True) for _ in range(count)]
+
+    assert take(0.0, 3) == [True, True, False]
     for _ in range(8):
         budget.note_request()
-    assert [budget.take(0.0) for _ in range(2)] == [True, False]
-    assert [budget.take(2.0), budget.take(2.0)] == [True, False]
+    assert take(0.0, 2) == [True, False]
+    assert take(2.0, 2) == [True, False]
     for _ in range(1000):
         budget.note_request()
     assert budget.left == 2.0
+
+
+@pytest.mark.parametrize(("capacity", "kept"), [(1, 0), (2, 1), (5, 2), (512, 256)])
+def test_half_of_the_retries_is_kept_back(capacity: int, kept: int) -> None:
+    """However many take of the rest."""
+    budget = RetryBudget(share=0.0, floor_per_s=1e-9, capacity=capacity, now=0.0)
+    assert sum(budget.take(0.0, from_reserve=False) for _ in range(3 * capacity)) == capacity - kept
+    assert sum(budget.take(0.0, from_reserve=True) for _ in range(3 * capacity)) == kept
+
+
+@pytest.mark.parametrize(
+    ("code", "begun", "expected"),
+    [
+        (ErrorCode.OVERLOADED, False, False),
+        (ErrorCode.DRAINING, False, False),
+        (ErrorCode.OVERLOADED, True, True),
+        (ErrorCode.WORKER_LOST, False, True),
+        (ErrorCode.WORKER_LOST, True, True),
+    ],
+)
+def test_who_was_turned_away_has_no_part_in_the_reserve(code: ErrorCode, begun: bool, expected: bool) -> None:
+    """An answer that has begun has, whatever stopped it; so has a request whose worker is lost."""
+    assert may_take_reserve(PdmeshError("planted", code=code), begun=begun) is expected
 
 
 def test_a_client_is_told_when_there_will_be_room() -> None:

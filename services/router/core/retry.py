@@ -65,6 +65,15 @@ def is_free(error: PdmeshError) -> bool:
     return error.code is ErrorCode.PREEMPTED
 
 
+def may_take_reserve(error: PdmeshError, *, begun: bool) -> bool:
+    """Whether the retry after `error` may be one of those that are kept back.
+
+    A mesh that is full refuses any number of requests, and each of their clients can come back: that must not cost the answers which
+    have `begun`, or whose worker is lost, the retries that they need to go on.
+    """
+    return begun or error.code not in _BUSY
+
+
 def blame(error: PdmeshError, workers: Sequence[WorkerRef]) -> Mapping[WorkerRef, int]:
     """How much the workers of an attempt that failed with `error` are to be avoided by the next ones.
 
