@@ -50,7 +50,8 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     `lock` is the number of the request's lock and `lock_holder` who has it; a pull waited `wait_ms` for its shards and merged one
     role of them in `merge_ms`; `shard_state` is how the pull of one shard ended.
     A worker that guessed tokens took `num_steps` steps for those that it generated; it verified `num_drafted` guesses, of which
-    `num_accepted` were right: `accepted_at[i]` times the one in place `i + 1` of a step.
+    `num_accepted` were right: `accepted_at[i]` times the one in place `i + 1` of a step. In these steps, which it may have shared with
+    others, guessing took `draft_ms` and the pass that verified `verify_ms`.
     Ranks are tensor-parallel ranks inside a replica; the replicas are named by `*_dp_rank`, which is absent for the first one.
     """
 
@@ -90,6 +91,8 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     num_drafted: int | None = None
     num_accepted: int | None = None
     accepted_at: tuple[int, ...] = ()
+    draft_ms: float | None = None
+    verify_ms: float | None = None
     layer: int | None = None
     namespace: str | None = None
     role: str | None = None

@@ -12,11 +12,15 @@ class Guesses(msgspec.Struct, frozen=True, kw_only=True):
 
     `drafted[i]` steps verified a guess number `i + 1`, and in `accepted[i]` of them it was right with all before it. Guesses behind the
     request's end count too: they were verified.
+    In the steps that verified guesses of it, guessing took `draft_ms`, and the model's pass over tokens and guesses `verify_ms`. Who
+    shared these steps is told the same times.
     """
 
     num_steps: Whole
     drafted: tuple[Whole, ...]
     accepted: tuple[Whole, ...]
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
 
     @property
     def num_drafted(self) -> int:

@@ -86,6 +86,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
 
+    @property
+    def verify_ns(self) -> int:
+        """The rest of the step: the model's pass over tokens and guesses."""
+        return max(0, self.ended_ns - self.started_ns - self.draft_ns)
+
 
 class PullResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a pull, on all ranks alike.

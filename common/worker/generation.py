@@ -30,7 +30,12 @@ class GeneratingService(WorkerService):
             sequence = self.table.by_seq(produced.seq)
             if sequence is None:
                 continue
-            sequence.guesses.add(num_drafts[produced.seq], len(produced.token_ids) - 1)
+            sequence.guesses.add(
+                num_drafts[produced.seq],
+                len(produced.token_ids) - 1,
+                draft_ns=outcome.result.draft_ns,
+                verify_ns=outcome.result.verify_ns,
+            )
             with within(sequence.trace):
                 await self.token_produced(sequence, outcome)
                 await self._stream(sequence, produced)
@@ -128,4 +133,6 @@ class GeneratingService(WorkerService):
             num_drafted=guesses.num_drafted,
             num_accepted=guesses.num_accepted,
             accepted_at=guesses.accepted_at,
+            draft_ms=round(guesses.draft_ns / 1e6, 3),
+            verify_ms=round(guesses.verify_ns / 1e6, 3),
         )

@@ -47,9 +47,8 @@ class GuessMetrics:
         drafts = outcome.num_drafts
         if not any(drafts.values()):
             return
-        draft_ns = outcome.result.draft_ns
-        self._draft_seconds.observe(draft_ns / 1e9)
-        self._verify_seconds.observe((outcome.result.ended_ns - outcome.result.started_ns - draft_ns) / 1e9)
+        self._draft_seconds.observe(outcome.result.draft_ns / 1e9)
+        self._verify_seconds.observe(outcome.result.verify_ns / 1e9)
         for produced in outcome.produced:
             num_drafted, num_accepted = drafts[produced.seq], len(produced.token_ids) - 1
             if not num_drafted:

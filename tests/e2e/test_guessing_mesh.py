@@ -44,6 +44,7 @@ async def test_greedy_tokens_are_the_references(guessing_pair: Probe) -> None:
     # The first token is prefill's; each step of decode gave one more, and those that were guessed.
     assert [event["num_steps"] + event["num_accepted"] for event in told] == [NUM_TOKENS - 1] * len(told)
     assert sum(event["num_accepted"] for event in told) > len(told) * NUM_TOKENS / 3
+    assert all(event["draft_ms"] > 0 < event["verify_ms"] for event in told)
     assert all(sum(event["accepted_at"]) == event["num_accepted"] <= event["num_drafted"] for event in told)
 
 

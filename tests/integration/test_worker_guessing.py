@@ -24,6 +24,7 @@ from services.prefill.service import PrefillService
 from tests.integration.worker_world import EXPECTED, HANDOFF, HASH, PROMPT, REQUEST, SAMPLING, Mesh, in_mesh
 
 DEPTH = 3
+STEP_MS = 2.0
 SEED = SAMPLING.seed
 
 
@@ -47,7 +48,11 @@ def counted(told: Sequence[int], depth: int = DEPTH, max_tokens: int = 12, *, pr
         have += run
     longest = sum(1 for count in drafted if count)
     return Guesses(
-        num_steps=prompt_steps + len(told), drafted=tuple(drafted[:longest]), accepted=tuple(accepted[:longest])
+        num_steps=prompt_steps + len(told),
+        drafted=tuple(drafted[:longest]),
+        accepted=tuple(accepted[:longest]),
+        draft_ms=drafted[0] * STEP_MS / 4,
+        verify_ms=drafted[0] * STEP_MS * 3 / 4,
     )
 
 
@@ -110,6 +115,7 @@ def test_the_tokens_of_a_step_leave_together() -> None:
             ended.guesses.num_accepted,
         )
         assert line["accepted_at"] == list(ended.guesses.accepted)
+        assert (line["draft_ms"], line["verify_ms"]) == (ended.guesses.draft_ms, ended.guesses.verify_ms)
         check_metrics(worker, ended.guesses)
         mesh.assert_empty()
 
@@ -127,6 +133,8 @@ def check_metrics(worker: WorkerService, guesses: Guesses) -> None:
     num_steps = float(shown["pdmesh_worker_accepted_draft_tokens_count"])
     assert num_steps == guesses.drafted[0] == float(shown["pdmesh_worker_verify_seconds_count"])
     assert float(shown["pdmesh_worker_accepted_draft_tokens_sum"]) == guesses.num_accepted
+    assert float(shown["pdmesh_worker_draft_seconds_sum"]) * 1000 == pytest.approx(guesses.draft_ms)
+    assert float(shown["pdmesh_worker_verify_seconds_sum"]) * 1000 == pytest.approx(guesses.verify_ms)
     decoded = float(shown["pdmesh_worker_decoded_tokens_total"])
     assert decoded == guesses.num_steps - 1 + guesses.num_drafted
 

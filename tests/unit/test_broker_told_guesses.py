@@ -14,8 +14,15 @@ from services.broker.core import events as ev
 from services.broker.core.step import step
 from tests.unit.test_broker_measured_prompts import STOPPED, running
 
-GUESSES = Guesses(num_steps=5, drafted=(4, 3), accepted=(3, 1))
-TOLD = {"num_steps": 5, "num_drafted": 7, "num_accepted": 4, "accepted_at": (3, 1)}
+GUESSES = Guesses(num_steps=5, drafted=(4, 3), accepted=(3, 1), draft_ms=1.5, verify_ms=6.0)
+TOLD = {
+    "num_steps": 5,
+    "num_drafted": 7,
+    "num_accepted": 4,
+    "accepted_at": (3, 1),
+    "draft_ms": 1.5,
+    "verify_ms": 6.0,
+}
 
 
 def ended(guesses: Guesses | None) -> ev.WorkerEnded:

@@ -117,8 +117,9 @@ def test_what_came_of_guesses_stands_at_the_release() -> None:
     (row,) = build([_event(EventName.DECODE_RELEASED, 30, "broker", **counts)]).rows
     assert row.detail == "19 steps, 28 of 55 guesses right (14, 9, 5 by place)"
     counts["accepted_at"] = (28,)
+    counts |= {"draft_ms": 12.34, "verify_ms": 40.0}
     (row,) = build([_event(EventName.DECODE_RELEASED, 30, "broker", **counts)]).rows
-    assert row.detail == "19 steps, 28 of 55 guesses right"
+    assert row.detail == "19 steps, 28 of 55 guesses right, guessing 12.3 ms, verifying 40.0 ms"
     (row,) = build([_event(EventName.DECODE_RELEASED, 30, "broker")]).rows
     assert row.detail == ""
 

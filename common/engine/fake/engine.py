@@ -62,7 +62,10 @@ class _Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FakeEngine:
-    """See `common.engine.port.Engine`. A step takes `step_s` seconds of the clock, a pull what `reads` says."""
+    """See `common.engine.port.Engine`. A step takes `step_s` seconds of the clock, a pull what `reads` says.
+
+    Of a step that verifies guesses a quarter went into guessing.
+    """
 
     def __init__(
         self,
@@ -268,6 +271,7 @@ class FakeEngine:
             started_ns=started_ns,
             ended_ns=ended_ns,
             layer_started_ns=(layers,) * len(self._info.ranks) if pushed else (),
+            draft_ns=(ended_ns - started_ns) // 4 if any(num_drafts) else 0,
             num_drafts=tuple(num_drafts) if any(num_drafts) else (),
         )
 

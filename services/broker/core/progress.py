@@ -365,6 +365,8 @@ def _counted(guesses: Guesses | None) -> dict[str, Any]:
         "num_drafted": guesses.num_drafted,
         "num_accepted": guesses.num_accepted,
         "accepted_at": guesses.accepted,
+        "draft_ms": guesses.draft_ms,
+        "verify_ms": guesses.verify_ms,
     }
 
 
