@@ -1,7 +1,7 @@
 """How many requests are under way, and whether more may come in."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -14,15 +14,14 @@ _DRAINING: Final = "the router is shutting down"
 
 
 class Admission:
-    """Counts choices under way, and tells `on_ended` of the end of each. While draining nothing comes in, and what is in can be told to end."""
+    """Counts choices under way. While draining nothing comes in, and what is in can be told to end."""
 
-    def __init__(self, metrics: RouterMetrics, *, limit: int, on_ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, metrics: RouterMetrics, *, limit: int) -> None:
         self._limit = limit
         self._running = 0
         self._ended = asyncio.Event()
         self._scopes: set[Interruptible] = set()
         self._gauge = metrics.running
-        self._on_ended = on_ended
         metrics.running_limit.set(limit)
         self.draining = False
 
@@ -44,8 +43,6 @@ class Admission:
             yield
         finally:
             self._count(-num_choices)
-            for _ in range(num_choices):
-                self._on_ended()
 
     @contextmanager
     def interruptible(self, scope: Interruptible) -> Iterator[None]:

@@ -119,7 +119,7 @@ async def start(
     acknowledgements = BoundedTasks(lifecycle.tasks, name="acknowledge", limit=_MAX_ACKNOWLEDGEMENTS)
     replayer = Replayer(bus, metrics, acknowledgements)
     hint = RetryHint(settings=settings, fleet=fleet, throughput=Throughput(), clock=clock)
-    admission = Admission(metrics, limit=settings.max_concurrent_requests, on_ended=hint.ended)
+    admission = Admission(metrics, limit=settings.max_concurrent_requests)
     generator = Generator(
         model=model.name,
         vocabulary=model.vocabulary,
@@ -172,6 +172,7 @@ async def start(
             clock=clock,
             log=log,
             entropy=entropy,
+            on_ended=hint.ended,
         ),
         lifecycle=lifecycle,
         admin=AdminRoutes(state=lambda: lifecycle.state, metrics=registry),

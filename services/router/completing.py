@@ -38,7 +38,10 @@ Encode = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completer:
-    """Serves HTTP requests to generate. `entropy` gives random bytes, for ids and for seeds that nobody chose."""
+    """Serves HTTP requests to generate. `entropy` gives random bytes, for ids and for seeds that nobody chose.
+
+    `on_ended` hears of each choice that had tokens, when it is over: it had a place at the workers, which is another's now.
+    """
 
     settings: RouterSettings
     model: Model
@@ -48,6 +51,7 @@ class Completer:
     clock: Clock
     log: Log
     entropy: Callable[[int], bytes]
+    on_ended: Callable[[], None]
 
     async def answer(
         self, request: web.Request, ask: Ask, encode: Encode, *, num_prompts: int, chat: bool
@@ -95,7 +99,11 @@ class Completer:
                     meter.note_cached(choice // ask.n, progress.num_cached_tokens)
                 await answer.take(choice, progress)
 
-            await self.generator.run(job, deadline, sink, scope)
+            try:
+                await self.generator.run(job, deadline, sink, scope)
+            finally:
+                if account.choices[choice].num_tokens:
+                    self.on_ended()
 
         scope = Interruptible(deadline)
         try:

@@ -13,7 +13,7 @@ from services.router.settings import RouterSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryHint:
-    """Estimates from what waits at the workers, and from how fast requests end here."""
+    """Estimates from what waits at the workers, and from how fast answers end here: refusals leave no place to anybody."""
 
     settings: RouterSettings
     fleet: Fleet
@@ -21,7 +21,7 @@ class RetryHint:
     clock: Clock
 
     def ended(self) -> None:
-        """A request of this router has ended."""
+        """An answer of this router has ended, and left its place at the workers to another."""
         self.throughput.ended(self.clock.monotonic())
 
     def seconds(self, error: ErrorInfo) -> int:

@@ -113,6 +113,22 @@ async def test_attempts_are_bounded(tmp_path: Path) -> None:
         assert [submit.attempt for submit in world.mesh.submits] == [0, 1, 2]
 
 
+async def test_retry_after_is_told_from_answers_and_not_from_refusals(tmp_path: Path) -> None:
+    """A million wait. While only refusals end nothing can be told; when answers end it takes as long as may be said."""
+    load = WorkerLoad(num_free_blocks=0, num_free_slots=0, num_waiting=1_000_000, num_running=8)
+    async with router_world(tmp_path, records=[record("mixed-0", load=load)], max_attempts=1) as world:
+
+        async def refused_for_s() -> str:
+            world.mesh.refuse_submits = [overloaded()]
+            status, _, headers = await world.post("/v1/completions", PLAIN)
+            assert status == 429
+            return str(headers["Retry-After"])
+
+        assert [await refused_for_s() for _ in range(5)] == ["1"] * 5
+        assert (await world.post("/v1/completions", PLAIN | {"n": 2}))[0] == 200
+        assert await refused_for_s() == "60"
+
+
 async def test_a_refusal_for_good_is_not_tried_again(tmp_path: Path) -> None:
     """What is refused for what it is would be refused everywhere."""
     async with router_world(tmp_path) as world:

@@ -14,13 +14,13 @@ MAX_ENDS: Final = 1024
 
 
 class Throughput:
-    """How many requests have ended lately, at monotonic seconds; at most `MAX_ENDS` ends of `WINDOW_S` seconds are kept."""
+    """How many answers have ended lately, at monotonic seconds; at most `MAX_ENDS` ends of `WINDOW_S` seconds are kept."""
 
     def __init__(self) -> None:
         self._ends: deque[float] = deque(maxlen=MAX_ENDS)
 
     def ended(self, now: float) -> None:
-        """Note that a request ended, and left its place to another."""
+        """Note that an answer ended, and left its place to another."""
         self._ends.append(now)
 
     def per_second(self, now: float) -> float:
