@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from common.runtime.clock import Deadline
 from common.runtime.trace import within
 from common.worker.core.scheduler import Produced
 from common.worker.core.sequence import Sequence
@@ -103,13 +102,12 @@ class GeneratingService(WorkerService):
 
         await self.reports.start(wind_up)
 
-    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
-        """See `WorkerService.end`. One that has not ended by itself is released: a stop string was met, or nobody waits any more."""
-        sequence = self.table.get(handoff_id)
-        if sequence is not None and not sequence.outcome:
+    def leaves(self, sequence: Sequence) -> None:
+        """See `WorkerService.leaves`. One that has not ended by itself is released: a stop string was met, or nobody waits any more."""
+        super().leaves(sequence)
+        if not sequence.outcome:
             with within(sequence.trace):
                 self._tell_end("request_released", sequence)
-        await super().end(handoff_id, tombstone=tombstone)
 
     def _tell_end(
         self,

@@ -40,6 +40,7 @@ from common.worker.replica import Replica, StartedEngine
 from common.worker.replica_set import ReplicaSet
 from common.worker.router_watch import RouterWatch
 from common.worker.settings import WorkerSettings
+from common.worker.shared_calls import SharedCalls
 from common.worker.token_stream import TokenStream
 from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
@@ -116,6 +117,7 @@ class WorkerService(ABC):
         self.events = HandoffEvents(parts.bus, parts.clock, service=self.role, instance=settings.worker_id)
         self.reports = BoundedTasks(parts.group, name="report", limit=_MAX_REPORTS, on_error=self._report_failed)
         self._ends = BoundedTasks(parts.group, name="expired", limit=_MAX_REPORTS)
+        self._ending: SharedCalls[Released] = SharedCalls()
         self._retries = [
             BoundedTasks(parts.group, name=f"quarantine-{replica.dp_rank}", limit=1) for replica in self.replicas
         ]
@@ -290,19 +292,38 @@ class WorkerService(ABC):
         if not self.reports.try_start(deliver):
             self.log.error("report_dropped", handoff_id=report.handoff_id, report=type(report).__name__)
 
-    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
-        """End a handoff here, known or not: stop it, take its memory back, and refuse it until the tombstone's moment."""
+    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> Released:
+        """End a handoff here, known or not: stop it, take its memory back, and refuse it until the tombstone's moment.
+
+        Returns what a release is answered with. Whoever asks while the handoff is being ended gets the same answer, and not before
+        its memory is back: that may take as long as a step, or as a rank that stands still.
+        """
         until = (tombstone or self._deadlines.get(handoff_id) or Deadline.after(self.clock, 0)).at
+        answer = self.release_answer(handoff_id)
         sequence = self.table.remove(handoff_id, until=until)
         self.prompts.drop(handoff_id)
         self._deadlines.pop(handoff_id, None)
-        if sequence is None:
-            return
-        self.work.ended(sequence)
-        self.tokens.drop(sequence)
-        await self.replicas.of(sequence).loop.release(sequence)
-        if not len(self.table):
+        answer = await self._ending.join(handoff_id, partial(self._end_once, handoff_id, sequence, answer))
+        if not len(self.table) and not len(self._ending):
             self._idle.set()
+        return answer
+
+    async def _end_once(self, handoff_id: str, sequence: Sequence | None, answer: Released) -> Released:
+        if sequence is not None:
+            self.work.ended(sequence)
+            self.leaves(sequence)
+            self.tokens.drop(sequence)
+            await self.replicas.of(sequence).loop.release(sequence)
+        self.left(handoff_id)
+        return answer
+
+    def leaves(self, sequence: Sequence) -> None:
+        """A sequence lives here no more; its memory is about to be taken back. Roles forget here what its next step would need."""
+        del sequence
+
+    def left(self, handoff_id: str) -> None:
+        """Nothing is held for a handoff any more, if anything ever was. Roles forget here whatever else they keep for it."""
+        del handoff_id
 
     async def run_cancels(self, subscription: Subscription) -> None:
         """Obey hints to stop computing. Memory stays where it is until the broker says so.
@@ -318,7 +339,7 @@ class WorkerService(ABC):
                 sequence = self.table.get(cancel.handoff_id)
                 if sequence is not None:
                     self.replicas.of(sequence).scheduler.hold(sequence)
-                else:
+                elif cancel.handoff_id not in self._ending:  # other hints do not wait until its memory is back
                     grace = Deadline.after(self.clock, self.settings.deadline_grace_s)
                     await self.end(cancel.handoff_id, tombstone=grace)
 
@@ -337,18 +358,21 @@ class WorkerService(ABC):
             await self.clock.sleep(_SWEEP_EVERY_S)
             now = self.clock.monotonic()
             self.prompts.expire(now)
-            self.table.expire(now)
+            self.table.expire(now, but=self._ending)
             self.tokens.expire(now)
             for handoff_id, deadline in tuple(self._deadlines.items()):
                 if now >= deadline.at + self.settings.deadline_grace_s:
                     sequence = self.table.get(handoff_id)
                     with within(None if sequence is None else sequence.trace):
                         self.log.info("handoff_expired", handoff_id=handoff_id)
-                        self._ends.try_start(partial(self.end, handoff_id))
+                        self._ends.try_start(partial(self._expire, handoff_id))
             for retries, replica in zip(self._retries, self.replicas, strict=True):
                 retries.try_start(partial(self.replicas.retry_quarantine, replica))
             if not len(self.table):
                 self.replicas.check_integrity()
+
+    async def _expire(self, handoff_id: str) -> None:
+        await self.end(handoff_id)
 
     async def drain(self) -> None:
         """Take nothing new, and wait until every handoff has ended here and every report is delivered."""
@@ -358,9 +382,9 @@ class WorkerService(ABC):
 
     async def _release_asked(self, data: bytes) -> msgspec.Struct:
         command = decode(data, ReleaseHandoff)
-        answer = self.release_answer(command.handoff_id)
-        await self.end(command.handoff_id, tombstone=Deadline.from_remaining_ms(self.clock, command.tombstone_ms))
-        return answer
+        return await self.end(
+            command.handoff_id, tombstone=Deadline.from_remaining_ms(self.clock, command.tombstone_ms)
+        )
 
     async def _handoffs_asked(self, data: bytes) -> msgspec.Struct:
         fence = decode(data, ListHandoffs).fence

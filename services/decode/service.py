@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +17,7 @@ from common.worker.core.sequence import Sequence, SequenceState
 from common.worker.engine_loop import StepOutcome
 from common.worker.generation import GeneratingService
 from common.worker.service import WorkerParts
+from common.worker.shared_calls import SharedCalls
 from contracts.codec import decode
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.handoff import (
@@ -76,7 +77,7 @@ class DecodeService(GeneratingService):
             )
         )
         self._verification = CacheVerification(parts.clock, parts.log, parts.metrics)
-        self._reserving: dict[str, asyncio.Future[None]] = {}
+        self._reserving: SharedCalls[None] = SharedCalls()
 
     def handlers(self) -> Mapping[str, Handler]:
         """`reserve`, `pull`, `parts` and `commit`, beside what every worker can be asked."""
@@ -101,7 +102,7 @@ class DecodeService(GeneratingService):
 
     def held_handoffs(self) -> frozenset[str]:
         """See `WorkerService.held_handoffs`. A reservation that waits is about to hold memory."""
-        return super().held_handoffs() | self._reserving.keys()
+        return super().held_handoffs() | self._reserving.keys
 
     async def bound(self, sequence: Sequence) -> None:
         """Nothing that computes waits for memory here: it came with the reservation."""
@@ -117,14 +118,11 @@ class DecodeService(GeneratingService):
         command = decode(data, ReserveDecode)
         began_ns = self.clock.monotonic_ns()
         await self.check_command(command)
-        under_way = self._reserving.get(command.handoff_id)
-        if under_way is not None:  # asked again while the first call waits or binds: both get its answer
-            await asyncio.shield(under_way)
-        elif (known := self.table.get(command.handoff_id)) is not None:
+        known = self.table.get(command.handoff_id)
+        if known is not None and command.handoff_id not in self._reserving:
             self._check_repeated(command, known)
-        else:
-            self.check_new(command, command.num_prompt_tokens + command.sampling.max_tokens)
-            await self._reserve_once(command)
+        else:  # asked again while the first call waits or binds, both get its answer
+            await self._reserving.join(command.handoff_id, partial(self._set_aside, command))
         return self._reserved(command.handoff_id, began_ns)
 
     def _check_repeated(self, command: ReserveDecode, known: Sequence) -> None:
@@ -135,22 +133,9 @@ class DecodeService(GeneratingService):
             text = f"{command.handoff_id} is reserved for another prompt, other sampling or another source"
             raise RefusedError(command.handoff_id, ErrorCode.DUPLICATE, text)
 
-    async def _reserve_once(self, command: ReserveDecode) -> None:
-        answer = self._reserving[command.handoff_id] = asyncio.get_running_loop().create_future()
-        try:
-            await self._set_aside(command)
-        except RefusedError as error:
-            answer.set_exception(error)
-            answer.exception()  # whether anybody has asked again or not, it has been seen
-            raise
-        else:
-            answer.set_result(None)
-        finally:
-            del self._reserving[command.handoff_id]
-            answer.cancel()
-
     async def _set_aside(self, command: ReserveDecode) -> None:
         """Wait for memory and bind it. Raises `RefusedError`; nothing is held then."""
+        self.check_new(command, command.num_prompt_tokens + command.sampling.max_tokens)
         handoff_id = command.handoff_id
         need = self.replicas.growth.first_need(command.num_prompt_tokens, command.sampling.max_tokens)
         wanted_until = Deadline.from_remaining_ms(self.clock, command.timeout_ms)
@@ -302,10 +287,14 @@ class DecodeService(GeneratingService):
             self.deadline_of(sequence),
         )
 
-    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
-        """See `WorkerService.end`."""
-        self._takeovers.pop(handoff_id, None)
-        await super().end(handoff_id, tombstone=tombstone)
+    def leaves(self, sequence: Sequence) -> None:
+        """See `WorkerService.leaves`."""
+        super().leaves(sequence)
+        self._takeovers.pop(sequence.handoff_id, None)
+
+    def left(self, handoff_id: str) -> None:
+        """See `WorkerService.left`. A reservation may still wait for memory."""
+        super().left(handoff_id)
         self._pulls.end(handoff_id)
         self.replicas.line.drop(handoff_id)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import msgspec
 
 from common.bus.rpc import Handler, RefusedError
-from common.runtime.clock import Deadline
 from common.worker.core.admission import same_work
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
@@ -54,10 +53,10 @@ class MixedService(GeneratingService):
             replica.loop.wake()
         return Accepted(handoff_id=command.handoff_id)
 
-    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
-        """See `WorkerService.end`."""
-        self._runs.pop(handoff_id, None)
-        await super().end(handoff_id, tombstone=tombstone)
+    def leaves(self, sequence: Sequence) -> None:
+        """See `WorkerService.leaves`."""
+        super().leaves(sequence)
+        self._runs.pop(sequence.handoff_id, None)
 
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins; not when it is computed again."""

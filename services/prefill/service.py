@@ -244,9 +244,9 @@ class PrefillService(WorkerService):
         prefill = self._prefills.get(handoff_id)
         return Released(handoff_id=handoff_id, response_rpc_ms=None if prefill is None else prefill.response_rpc_ms)
 
-    async def end(self, handoff_id: str, *, tombstone: Deadline | None = None) -> None:
-        """See `WorkerService.end`."""
-        await super().end(handoff_id, tombstone=tombstone)
+    def left(self, handoff_id: str) -> None:
+        """See `WorkerService.left`."""
+        super().left(handoff_id)
         self.links.transfer_ends(handoff_id)
         prefill = self._prefills.pop(handoff_id, None)
         if prefill is not None:

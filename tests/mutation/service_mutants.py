@@ -97,8 +97,8 @@ MUTANTS: Final = (
     Mutant(
         name="free on cancel while granted",
         file="common/worker/service.py",
-        before="                    self.replicas.of(sequence).scheduler.hold(sequence)\n                else:",
-        after="                    await self.end(cancel.handoff_id)\n                else:",
+        before="                    self.replicas.of(sequence).scheduler.hold(sequence)\n                elif",
+        after="                    await self.end(cancel.handoff_id)\n                elif",
         tests=_WORKER,
     ),
     Mutant(

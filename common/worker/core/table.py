@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from typing import Final
 
 from common.worker.core.sequence import Sequence
@@ -63,9 +64,9 @@ class HandoffTable:
         """Whether a handoff is over."""
         return handoff_id in self._tombstones
 
-    def expire(self, now: float) -> None:
-        """Forget tombstones whose moment has passed."""
-        for handoff_id in [key for key, until in self._tombstones.items() if until <= now]:
+    def expire(self, now: float, but: Container[str] = ()) -> None:
+        """Forget tombstones whose moment has passed, `but` those of handoffs that are still being ended."""
+        for handoff_id in [key for key, until in self._tombstones.items() if until <= now and key not in but]:
             del self._tombstones[handoff_id]
 
     def is_deposed(self, fence: int) -> bool:
