@@ -21,7 +21,7 @@ EXIT_NOT_SHOWN: Final = 1
 
 _ANSWER_S: Final = 5.0
 _PATIENCE_S: Final = 15.0
-"""A broker that stands by takes over within 10 s."""
+"""A broker that stands by takes over within 11 s."""
 _PAUSE_S: Final = 1.0
 _MAX_ATTEMPTS: Final = 256
 
