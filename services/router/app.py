@@ -117,7 +117,7 @@ async def start(
     )
     canceller = Canceller(bus, clock, log, cancels, timeout_s=settings.cancel_timeout_s)
     acknowledgements = BoundedTasks(lifecycle.tasks, name="acknowledge", limit=_MAX_ACKNOWLEDGEMENTS)
-    replayer = Replayer(bus, metrics, acknowledgements)
+    replayer = Replayer(bus, metrics, acknowledgements, view=fleet.view)
     hint = RetryHint(settings=settings, fleet=fleet, throughput=Throughput(), clock=clock)
     admission = Admission(metrics, limit=settings.max_concurrent_requests)
     generator = Generator(

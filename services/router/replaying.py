@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
 from common.bus.errors import BusError
@@ -11,10 +11,21 @@ from common.runtime.tasks import BoundedTasks
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import CodecError, ErrorCode, PdmeshError
-from contracts.requests import Accepted, DisaggregatedRoute, MixedRoute, Refused, ReplayAnswer, ReplayTokens, TokenFrame
+from contracts.requests import (
+    Accepted,
+    DisaggregatedRoute,
+    MixedRoute,
+    Refused,
+    ReplayAnswer,
+    ReplayTokens,
+    TokenFrame,
+    WorkerRef,
+)
 from contracts.subjects import BrokerVerb, WorkerVerb
 from contracts.workers import WorkerRole
+from services.router.core.mesh_view import MeshView
 from services.router.core.patience import Patience
+from services.router.core.placement import ref_of
 from services.router.core.token_order import TokenOrder
 from services.router.dispatch import Attempt
 from services.router.metrics import RouterMetrics
@@ -25,12 +36,13 @@ _ASK_S: Final = 2.0
 
 
 class Replayer:
-    """Asks for frames again, and says when that will not be needed any more."""
+    """Asks for frames again, and says when that will not be needed any more. `view` tells which starts of workers are there."""
 
-    def __init__(self, bus: Bus, metrics: RouterMetrics, tasks: BoundedTasks) -> None:
+    def __init__(self, bus: Bus, metrics: RouterMetrics, tasks: BoundedTasks, *, view: Callable[[], MeshView]) -> None:
         self._bus = bus
         self._metrics = metrics
         self._tasks = tasks
+        self._view = view
         self._closed = False
 
     def close(self) -> None:
@@ -40,16 +52,17 @@ class Replayer:
     async def ask(self, attempt: Attempt, order: TokenOrder) -> TokenFrame | None:
         """What the worker has told from the next token on, or how the broker says that it ended; None when nobody can tell now.
 
-        Raises `PdmeshError` (`worker_lost`) when what is missing cannot be had any more: nobody knows it.
+        Raises `PdmeshError` (`worker_lost`) when what is missing cannot be had any more: nobody knows it. Who does not answer may
+        know it all the same, but not once its start is gone: what it knew went with it.
         """
         asked = ReplayTokens(handoff_id=attempt.handoff_id, index=order.next_index)
         unsure = False
-        for subject in _worker_subjects(attempt):
+        for worker, subject in _senders(attempt):
             answer = await self._ask(subject, asked)
             if isinstance(answer, TokenFrame):
                 self._metrics.replays.labels("news" if answer.token_ids or answer.final else "nothing_new").inc()
                 return answer
-            unsure = unsure or not _is_unknown(answer)
+            unsure = unsure or not (_is_unknown(answer) or (answer is None and self._is_gone(worker)))
         answer = await self._ask(subjects.broker_rpc(BrokerVerb.OUTCOME), asked)
         if isinstance(answer, TokenFrame) and (answer.error is not None or answer.num_tokens <= order.next_index):
             self._metrics.replays.labels("news").inc()
@@ -68,11 +81,15 @@ class Replayer:
 
     async def _acknowledge(self, attempt: Attempt, num_tokens: int) -> None:
         data = encode(ReplayTokens(handoff_id=attempt.handoff_id, index=num_tokens, ended=True))
-        for subject in _worker_subjects(attempt):
+        for _, subject in _senders(attempt):
             try:
                 await self._bus.publish(subject, data)
             except BusError:
                 return
+
+    def _is_gone(self, worker: WorkerRef) -> bool:
+        record = self._view().workers.get(worker.worker_id)
+        return record is None or ref_of(record) != worker
 
     async def _ask(self, subject: str, asked: ReplayTokens) -> _Answer | None:
         try:
@@ -109,14 +126,14 @@ class FrameSource:
             self._patience.asked()
 
 
-def _worker_subjects(attempt: Attempt) -> Iterator[str]:
-    """Who may have sent tokens, the likeliest first: prefill ends what ends with its first token."""
+def _senders(attempt: Attempt) -> Iterator[tuple[WorkerRef, str]]:
+    """Who may have sent tokens and where it is asked, the likeliest first: prefill ends what ends with its first token."""
     match attempt.route:
         case DisaggregatedRoute(prefill=prefill, decode=decoding):
-            yield subjects.worker_rpc(WorkerRole.DECODE, decoding.worker_id, WorkerVerb.REPLAY)
-            yield subjects.worker_rpc(WorkerRole.PREFILL, prefill.worker_id, WorkerVerb.REPLAY)
+            yield decoding, subjects.worker_rpc(WorkerRole.DECODE, decoding.worker_id, WorkerVerb.REPLAY)
+            yield prefill, subjects.worker_rpc(WorkerRole.PREFILL, prefill.worker_id, WorkerVerb.REPLAY)
         case MixedRoute(mixed=mixed):
-            yield subjects.worker_rpc(WorkerRole.MIXED, mixed.worker_id, WorkerVerb.REPLAY)
+            yield mixed, subjects.worker_rpc(WorkerRole.MIXED, mixed.worker_id, WorkerVerb.REPLAY)
 
 
 def _is_unknown(answer: _Answer | None) -> bool:

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from common.bus.memory import MemoryServer
+from common.bus.storage import WORKERS_CONFIG
 from common.runtime.clock import SystemClock
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.requests import Accepted, FinishReason, Refused, ReplayTokens, SubmitRequest, TokenFrame
+from services.router import replaying
 from services.router.core import patience
-from tests.integration.router_world import ANSWER, Mesh, World, router_world, silence
+from tests.integration.router_world import ANSWER, PATIENCE_S, Mesh, World, linked_pair, record, router_world, silence
 
 PLAIN = {"model": "tiny", "prompt": "hello"}
 
@@ -147,6 +149,36 @@ async def test_what_nobody_knows_any_more_ends_the_request_by_name(tmp_path: Pat
     async with router_world(tmp_path) as world:
         world.mesh.scripts = [lose_for_good]
         *chunks, last = await world.events("/v1/completions", PLAIN | {"redispatch": False})
+        assert (chunks[-1]["error"]["code"], last) == ("worker_lost", "[DONE]")
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("broker_remembers", [False, True])
+async def test_what_went_with_its_worker_ends_the_request_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool, broker_remembers: bool
+) -> None:
+    """Decode told its last tokens, which were lost, and is gone, or another start has its name: nobody waits for the deadline."""
+    monkeypatch.setattr(replaying, "_ASK_S", 0.02)
+    registered = linked_pair()
+
+    async def lose_the_worker(mesh: Mesh, submit: SubmitRequest) -> None:
+        end = frame(mesh, submit, 99, final=True, num_tokens=len(mesh.answer), finish_reason=FinishReason.STOP)
+        known = {"broker": end if broker_remembers else _unknown(submit), "prefill": _unknown(submit)}
+        mesh.replay = lambda role, _: known.get(role)
+        await mesh.send(submit, 0, mesh.answer[:1])
+        await mesh.until(lambda: len(asked(mesh)) >= 6)  # it is still there, and nobody is judged
+        workers = await mesh.bus.ensure_bucket(WORKERS_CONFIG)
+        if is_replaced:
+            registered[1] = record("decode-0", incarnation="another")
+            await workers.put("decode-0", encode(registered[1]))
+        else:
+            del registered[1]
+            await workers.delete("decode-0")
+
+    async with router_world(tmp_path, records=registered) as world:
+        world.mesh.scripts = [lose_the_worker]
+        async with asyncio.timeout(PATIENCE_S):
+            *chunks, last = await world.events("/v1/completions", PLAIN | {"redispatch": False})
         assert (chunks[-1]["error"]["code"], last) == ("worker_lost", "[DONE]")
 
 
