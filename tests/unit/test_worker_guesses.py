@@ -34,10 +34,11 @@ def decoding(
     count: int = 1,
     num_blocks: int = 128,
     growth: Growth | None = None,
+    chunked: bool = True,
 ) -> tuple[Scheduler, list[Sequence]]:
     """Sequences of five prompt tokens that have their first token, in a pool of blocks of eight."""
     pool = BlockPool(num_blocks=num_blocks, num_slots=8, block_size=8)
-    limits = StepLimits(max_step_tokens=budget, prefill_chunk_tokens=16, num_speculative_tokens=depth)
+    limits = StepLimits(max_step_tokens=budget, prefill_chunk_tokens=16, num_speculative_tokens=depth, chunked=chunked)
     scheduler = Scheduler(pool, limits, growth)
     sequences = []
     for seq in range(count):
@@ -134,15 +135,20 @@ def test_memory_for_guesses_comes_before_it_is_short(
 
 
 def test_guesses_take_no_place_of_other_sequences() -> None:
-    """A step of five tokens for four sequences: everybody has a token, the first one guess; a prompt comes before guesses."""
-    scheduler, sequences = decoding(budget=5, count=4, max_tokens=100)
-    plan = plan_of(scheduler)
-    assert [item.num_tokens for item in plan.items] == [2, 1, 1, 1]
-    apply(scheduler, plan, {})
-    for sequence in sequences[:2]:
-        scheduler.hold(sequence)
+    """A step of five tokens for four sequences: everybody has a token, the first one guess."""
+    scheduler, _ = decoding(budget=5, count=4, max_tokens=100)
+    assert [item.num_tokens for item in plan_of(scheduler).items] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "chunked", "sizes"),
+    [(3, True, [1, 1, 1]), (6, True, [3, 1, 2]), (12, True, [4, 3, 5]), (17, True, [4, 4, 5]), (8, False, [2, 1, 5])],
+)
+def test_prompts_and_guesses_share_what_decoding_leaves(budget: int, sizes: list[int], *, chunked: bool) -> None:
+    """Guesses that could help have up to half of it, and what prompts do not need; a prompt that must be computed whole comes first."""
+    scheduler, _ = decoding(budget=budget, count=2, max_tokens=100, chunked=chunked)
     late = prompt(9, max_tokens=100)
     scheduler.enqueue(late)
     assert scheduler.admit() is late
     scheduler.start(late)
-    assert [item.num_tokens for item in plan_of(scheduler).items] == [1, 1, 3]
+    assert [item.num_tokens for item in plan_of(scheduler).items] == sizes

@@ -45,8 +45,8 @@ class Scheduler:
     """The sequences that wait for memory, and those that take part in steps.
 
     Sequences get memory in the order of arrival. A step holds one token of every decoding sequence, then as much of the
-    running prompts, oldest first, as the budget leaves. Without `mix_batch` prompts and decoding take turns, and so they do while
-    a prompt that must be whole does not fit beside them.
+    running prompts, oldest first, as the budget leaves; guesses have up to half of that. Without `mix_batch` prompts and decoding
+    take turns, and so they do while a prompt that must be whole does not fit beside them.
     """
 
     def __init__(self, pool: BlockPool, limits: StepLimits, growth: Growth | None = None) -> None:
@@ -182,6 +182,8 @@ class Scheduler:
             self._decode_turn = not self._decode_turn
         decoding = decoding[: self._limits.max_step_tokens]
         budget = self._limits.max_step_tokens - len(decoding)
+        kept = self._num_kept_for_guesses(decoding, budget)
+        budget -= kept
         computed = []
         for sequence in prompts:
             size = self._size_of(sequence, budget)
@@ -191,7 +193,8 @@ class Scheduler:
             self._under_way[sequence.seq] = size
             budget -= size
         items = []
-        for sequence in decoding:  # guesses have what is left: they are worth less than what somebody waits for
+        budget += kept
+        for sequence in decoding:
             num_guesses = self._num_guesses(sequence, budget)
             items.append(_decode_item(sequence, num_guesses))
             budget -= num_guesses
@@ -260,6 +263,14 @@ class Scheduler:
     def _num_guesses(self, sequence: Sequence, budget: int) -> int:
         """Guesses that are verified beside the token of a decoding sequence: not more than can be kept, or could help."""
         return max(0, min(self._num_wanted(sequence), self._num_places(sequence) - 1, budget))
+
+    def _num_kept_for_guesses(self, decoding: list[Sequence], budget: int) -> int:
+        """How much of what a step has beside its decoding tokens prompts leave to guesses: what these can use, and half at most.
+
+        Guesses cost little beside a prompt, and spare whole steps. None where a prompt needs a step in one piece.
+        """
+        wanted = sum(self._num_guesses(sequence, budget) for sequence in decoding)
+        return min(wanted, budget // 2) if self._limits.chunked else 0
 
     def _num_places(self, sequence: Sequence) -> int:
         """Tokens behind those that have cache for which a sequence has room."""
