@@ -22,7 +22,7 @@ from services.router.core.token_order import TokenOrder
 from services.router.core.vocabulary import Vocabulary
 from services.router.dispatch import Attempt, Canceller, Dispatcher, ExplicitRefusal, Job, Submission
 from services.router.fleet import Fleet
-from services.router.interruption import Interruptible
+from services.router.interruption import Interruptible, SlowReaderError
 from services.router.metrics import RouterMetrics
 from services.router.replaying import FrameSource, Replayer
 from services.router.token_inbox import Mailbox, TokenInbox
@@ -102,6 +102,8 @@ class Generator:
                 with within(next_hop(current_trace())):
                     try:
                         await self._serve(attempt, course, mailbox, sink, deadline=deadline, scope=scope)
+                    except SlowReaderError:
+                        raise  # no attempt has failed: what the client did not take is not brought to it again
                     except PdmeshError as error:
                         failure = error
                     else:

@@ -9,6 +9,9 @@ import pytest
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.requests import FinishReason, SubmitRequest
 from contracts.workers import WorkerLoad
+from services.router.answering import StreamedAnswer
+from services.router.generation import Progress
+from services.router.interruption import SlowReaderError
 from tests.integration.router_world import (
     ANSWER,
     MAX_POSITION,
@@ -127,6 +130,26 @@ async def test_retry_after_is_told_from_answers_and_not_from_refusals(tmp_path: 
         assert [await refused_for_s() for _ in range(5)] == ["1"] * 5
         assert (await world.post("/v1/completions", PLAIN | {"n": 2}))[0] == 200
         assert await refused_for_s() == "60"
+
+
+async def test_the_end_is_brought_once_to_a_client_that_does_not_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second end is waited for behind the first: the client is told at once why its stream breaks off."""
+    ends: list[Progress] = []
+    take = StreamedAnswer.take
+
+    async def not_taken(self: StreamedAnswer, choice: int, progress: Progress) -> None:
+        if progress.finish_reason is not None:
+            ends.append(progress)
+            raise SlowReaderError("the client does not read")
+        await take(self, choice, progress)
+
+    monkeypatch.setattr(StreamedAnswer, "take", not_taken)
+    async with router_world(tmp_path) as world:
+        _, error, done = await world.events("/v1/completions", PLAIN | {"max_tokens": 3})
+        assert (error["error"]["code"], done) == ("cancelled", "[DONE]")
+        assert (len(ends), len(world.mesh.submits)) == (1, 1)
 
 
 async def test_a_refusal_for_good_is_not_tried_again(tmp_path: Path) -> None:
