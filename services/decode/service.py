@@ -245,9 +245,10 @@ class DecodeService(GeneratingService):
                 raise RefusedError(command.handoff_id, ErrorCode.PROTOCOL, rule)
             if self.settings.verify_cache:
                 await self._verification.check(command, sequence, self.replicas.of(sequence), _NUM_CACHED_TOKENS)
+                if not sequence.output_ids:
+                    await self.check_command(command)  # it may have been released meanwhile
                 if sequence.output_ids:
                     return Accepted(handoff_id=command.handoff_id)  # the same commit, delivered once more, was faster
-                await self.check_command(command)  # it may have been released meanwhile
             sequence.num_computed = sequence.num_prompt_tokens
             sequence.num_cached_tokens = command.num_cached_tokens
             sequence.pending_token = command.first_token

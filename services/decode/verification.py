@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from common.bus.rpc import RefusedError
 from common.engine.port import EngineDeadError, EngineError
 from common.runtime.clock import Clock
@@ -10,6 +12,7 @@ from common.runtime.metrics import PHASE_BUCKETS, Metrics
 from common.worker.core.sequence import Sequence
 from common.worker.core.verification import differences
 from common.worker.replica import Replica
+from common.worker.shared_calls import SharedCalls
 from contracts.errors import ErrorCode
 from contracts.handoff import CommitHandoff
 from contracts.manifest import Namespace
@@ -20,7 +23,7 @@ _MAX_NAMED = 4
 
 
 class CacheVerification:
-    """Asks all ranks for digests, and gives one verdict for all of them."""
+    """Asks all ranks for digests, and gives one verdict for all of them: once for a sequence, however often its commit comes."""
 
     def __init__(self, clock: Clock, log: Log, metrics: Metrics) -> None:
         self._clock = clock
@@ -33,20 +36,30 @@ class CacheVerification:
         self._seconds = metrics.histogram(
             "worker_cache_verify_seconds", "How long one verification took.", buckets=PHASE_BUCKETS
         )
+        self._under_way: SharedCalls[str] = SharedCalls()
         for outcome in _OUTCOMES:
             self._verdicts.labels(outcome)
 
     async def check(self, command: CommitHandoff, sequence: Sequence, replica: Replica, num_cached_tokens: int) -> None:
         """Return if everything that prefill has computed lies where it belongs.
 
-        Raises `RefusedError`: CACHE_CORRUPT, which names what differs and is for no retry, PROTOCOL without digests, or the code of
-        an engine that could not tell.
+        A commit that comes again waits for the digests that are being made, or gets the verdict that was given: making them holds
+        up every step. Raises `RefusedError`: CACHE_CORRUPT, which names what differs and is for no retry, PROTOCOL without digests,
+        or the code of an engine that could not tell, which is asked anew at the next commit.
         """
-        began = self._clock.monotonic()
         if not command.digests:
             self._verdicts.labels("unknown").inc()
             text = "digests: none is not allowed; the rule is: those of the prefill worker, with verify_cache=1"
             raise RefusedError(command.handoff_id, ErrorCode.PROTOCOL, text)
+        if sequence.cache_differences is None:
+            judge = partial(self._judge, command, sequence, replica, num_cached_tokens)
+            sequence.cache_differences = await self._under_way.join(str(sequence.seq), judge)
+        if sequence.cache_differences:
+            raise RefusedError(command.handoff_id, ErrorCode.CACHE_CORRUPT, sequence.cache_differences)
+
+    async def _judge(self, command: CommitHandoff, sequence: Sequence, replica: Replica, num_cached_tokens: int) -> str:
+        """What differs, in words; empty if nothing does."""
+        began = self._clock.monotonic()
         try:
             found = await replica.loop.digest(sequence, PeerSide.DESTINATION, num_cached_tokens)
         except EngineDeadError:
@@ -59,8 +72,9 @@ class CacheVerification:
             found = tuple(each for each in found if each.namespace is not Namespace.DRAFT)
         wrong = differences(command.digests, found)
         self._verdicts.labels("corrupt" if wrong else "good").inc()
-        if wrong:
-            more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
-            text = f"the cache that has arrived is not the one that was computed: {'; '.join(wrong[:_MAX_NAMED])}{more}"
-            self._log.error("cache_corrupt", handoff_id=command.handoff_id, num_differences=len(wrong), reason=text)
-            raise RefusedError(command.handoff_id, ErrorCode.CACHE_CORRUPT, text)
+        if not wrong:
+            return ""
+        more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        text = f"the cache that has arrived is not the one that was computed: {'; '.join(wrong[:_MAX_NAMED])}{more}"
+        self._log.error("cache_corrupt", handoff_id=command.handoff_id, num_differences=len(wrong), reason=text)
+        return text

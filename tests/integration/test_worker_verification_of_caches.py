@@ -119,3 +119,58 @@ def test_what_is_pulled_is_verified_as_well() -> None:
         assert await mesh.commit(finished.first_token or 0, digests=finished.digests) == Accepted(handoff_id=HANDOFF)
 
     in_mesh(scenario)
+
+
+async def _committed_three_times(mesh: Mesh, finished: PrefillFinished) -> list[Any]:
+    """As a broker does that hears nothing for a while, while the engine is at work."""
+    asked = []
+    async with mesh.services["decode-0"].replicas[0].loop.lock:
+        for _ in range(3):
+            asked.append(mesh.group.create_task(mesh.commit(finished.first_token or 0, digests=finished.digests)))
+            await mesh.clock.sleep(1.0)
+    return [await task for task in asked]
+
+
+@pytest.mark.parametrize("is_corrupt", [False, True])
+def test_a_commit_that_comes_again_is_verified_once(*, is_corrupt: bool) -> None:
+    """While the ranks are at it everybody waits for the same digests; later ones get the verdict that stands."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pair(mesh, verify_cache=True)
+        engine = mesh.services["decode-0"].replicas[0].engine
+        assert isinstance(engine, FaultyEngine)
+        if is_corrupt:
+            engine.corrupted.add(HANDOFF)
+        finished = await _computed(mesh, HANDOFF)
+        answers = await _committed_three_times(mesh, finished)
+        answers.append(await mesh.commit(finished.first_token or 0, digests=finished.digests))
+        assert answers == [answers[0]] * 4
+        if is_corrupt:
+            assert isinstance(answers[0], Refused)
+            assert answers[0].error.code is ErrorCode.CACHE_CORRUPT
+            assert _outcomes(mesh) == {"good": 0.0, "corrupt": 1.0, "unknown": 0.0}
+        else:
+            assert answers[0] == Accepted(handoff_id=HANDOFF)
+            ids, _ = await mesh.text()
+            assert ids == EXPECTED
+            assert _outcomes(mesh) == {"good": 1.0, "corrupt": 0.0, "unknown": 0.0}
+
+    in_mesh(scenario)
+
+
+def test_an_engine_that_could_not_tell_is_asked_anew() -> None:
+    """That was no verdict."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pair(mesh, verify_cache=True)
+        engine = mesh.services["decode-0"].replicas[0].engine
+        assert isinstance(engine, FaultyEngine)
+        finished = await _computed(mesh, HANDOFF)
+        engine.failing_digests = 1
+        refused = await mesh.commit(finished.first_token or 0, digests=finished.digests)
+        assert isinstance(refused, Refused)
+        assert refused.error.code is ErrorCode.WORKER_FAILED
+        assert await mesh.commit(finished.first_token or 0, digests=finished.digests) == Accepted(handoff_id=HANDOFF)
+        assert _outcomes(mesh) == {"good": 1.0, "corrupt": 0.0, "unknown": 1.0}
+
+    in_mesh(scenario)

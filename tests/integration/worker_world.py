@@ -45,7 +45,7 @@ from contracts.handoff import (
 )
 from contracts.links import LinkRecord, LinkState
 from contracts.pull import PullEnded
-from contracts.rank import StepPlan
+from contracts.rank import PeerSide, StepPlan
 from contracts.requests import (
     Accepted,
     PromptFrame,
@@ -72,9 +72,11 @@ def request_of(handoff: str) -> str:
 
 
 class FaultyEngine(FakeEngine):
-    """A fake engine whose next steps or releases can be told to go wrong."""
+    """A fake engine whose next steps, digests or releases can be told to go wrong."""
 
     failing_steps = 0
+    failing_digests = 0
+    failing_releases = 0
     writers_left = 0
 
     async def step(self, plan: StepPlan) -> StepResult:
@@ -84,8 +86,18 @@ class FaultyEngine(FakeEngine):
             raise EngineError("rank 1: out of memory")
         return await super().step(plan)
 
+    async def digest(self, seq: int, side: PeerSide, start: int, end: int) -> tuple[PartDigest, ...]:
+        """Fail as often as told."""
+        if self.failing_digests:
+            self.failing_digests -= 1
+            raise EngineError("rank 1: out of memory")
+        return await super().digest(seq, side, start, end)
+
     async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
-        """Say that a writer is still at work, as often as told."""
+        """Fail, or say that a writer is still at work, as often as told."""
+        if self.failing_releases:
+            self.failing_releases -= 1
+            raise EngineError("rank 1: no such mapping")
         if self.writers_left:
             self.writers_left -= 1
             return frozenset(seqs)

@@ -32,7 +32,8 @@ class Sequence:
     have generated. One that was preempted `num_preemptions` times computes its prompt anew, and after it the
     `num_recomputed_tokens` of its output that it had; `outcome` says in one word how it ended, for those who count. Where tokens are
     guessed, they are for one that `is_guessed`; with `bootstrap` its next step goes on from what another worker's draft has left.
-    `guesses` counts what came of them.
+    `guesses` counts what came of them. `cache_differences` says, once it has been looked at, how the cache that came differs from the
+    one that was computed; it is empty when it does not.
     """
 
     seq: int
@@ -63,6 +64,7 @@ class Sequence:
     outcome: str = ""
     is_guessed: bool = True
     bootstrap: bool = False
+    cache_differences: str | None = None
     guesses: GuessCounts = field(default_factory=GuessCounts)
 
     @property
