@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Final, TypeAlias, TypeVar
 
 import msgspec
@@ -19,7 +20,8 @@ from contracts.workers import SettingEvent, WorkerRecord
 MeshEvent: TypeAlias = HandoffEvent | LinkEvent | SettingEvent
 T = TypeVar("T")
 
-_MAX_ATTEMPTS: Final = 16
+_MAX_SILENT_ATTEMPTS: Final = 16
+"""Attempts in succession without an event, behind which no more are looked for: how many a request may have is the router's to say."""
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,18 +50,25 @@ async def read_all(bus: Bus) -> Told:
 
 
 async def read_handoffs(bus: Bus, name: str) -> Told:
-    """The events of a handoff, or of each attempt of a request. None is no error. Raises InvalidValueError for a bad id."""
+    """The events of a handoff, or of each attempt of a request. None is no error. Raises InvalidValueError for a bad id.
+
+    Attempts are looked for one by one, until 16 in succession have no event: a subject's filter cannot name the beginning of a token.
+    """
     told = await _read(bus, subjects.handoff_events_filter(check_token("ID", name)))
     if told.all or told.num_unreadable:
         return told
     events: list[MeshEvent] = []
     num_unreadable = 0
-    for attempt in range(_MAX_ATTEMPTS):
+    num_silent = 0
+    for attempt in itertools.count():
+        if num_silent == _MAX_SILENT_ATTEMPTS:
+            break
         try:
             subject = subjects.handoff_events_filter(handoff_id(name, attempt))
         except InvalidValueError:  # too long for a request's id, so it is nobody's
             break
         told = await _read(bus, subject)
+        num_silent = 0 if told.all or told.num_unreadable else num_silent + 1
         events += told.all
         num_unreadable += told.num_unreadable
     return Told(all=tuple(events), num_unreadable=num_unreadable)

@@ -73,6 +73,16 @@ async def test_a_request_is_shown_attempt_by_attempt(bus: MemoryBus) -> None:
     assert "total       5.0 ms" in screen.out.getvalue()
 
 
+async def test_every_attempt_of_a_long_story_is_shown(bus: MemoryBus) -> None:
+    """An answer that gave way over and over has more attempts than one looks for in vain; some left no event behind."""
+    numbers = [number for number in range(80) if number % 16 == 15]
+    for number in numbers:
+        _tell(bus, f"rab-{number}", EventName.REQUEST_SUBMITTED, number)
+    await bus.flush_events()
+    told = await read_handoffs(bus, "rab")
+    assert [event.handoff_id for event in told.events] == [f"rab-{number}" for number in numbers]
+
+
 async def test_a_handoff_is_shown_alone(bus: MemoryBus) -> None:
     """A handoff's id finds that attempt only."""
     _tell(bus, "rab-0", EventName.REQUEST_SUBMITTED, 1)
