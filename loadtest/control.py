@@ -44,7 +44,7 @@ from loadtest.processes import usage
 from loadtest.report import Report, Table, number, percent
 from loadtest.settings import ControlSettings
 from loadtest.statistics import Spread, spread
-from services.launcher.child import Child, ChildSpec, tail
+from services.launcher.child import Child, ChildSpec
 
 RATE_AIM: Final = 2000.0
 GROWTH_AIM: Final = 0.01
@@ -306,7 +306,7 @@ async def _wait_ready(bus: Bus, children: list[Child], deadline: Deadline, clock
     while not deadline.passed:
         for child in children:
             if child.status is not None:
-                raise PdmeshError("\n".join([f"{child.spec.name} has ended:", *tail(child.spec.log)]))
+                raise PdmeshError("\n".join([f"{child.spec.name} has ended:", *child.last_lines()]))
         try:
             reply = await bus.request(subjects.broker_rpc(BrokerVerb.PING), encode(Ping()), timeout=1.0)
             decode(reply.data, Pong)

@@ -14,7 +14,7 @@ import msgspec
 from common.runtime.clock import Clock, Deadline
 from common.runtime.settings import environment, parse_spec
 from contracts.errors import ErrorCode, PdmeshError
-from services.launcher.child import Child, ChildSpec, tail
+from services.launcher.child import Child, ChildSpec
 from services.launcher.core.presets import PRESETS
 from services.launcher.plan import MeshRequest
 from services.launcher.ports import free_ports
@@ -139,7 +139,7 @@ class Mesh:
             raise self._failed(f"ended with status {self._child.status}")
 
     def _failed(self, what: str) -> MeshFailed:
-        shown = "\n".join(f"  | {line}" for line in tail(self._child.spec.log))
+        shown = "\n".join(f"  | {line}" for line in self._child.last_lines())
         return MeshFailed(f"the mesh {self.spec.mode} {what}; the end of its output:\n{shown}")
 
     async def _wait_ready(self, clock: Clock) -> None:

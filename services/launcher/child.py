@@ -43,15 +43,17 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Child:
     """A running child. It has a session of its own, so that Ctrl-C in a terminal reaches the launcher alone."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, *, log_begin: int = 0) -> None:
         self.spec = spec
         self._process = process
+        self._log_begin = log_begin
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> Child:
         """Start it. Raises OSError if its log cannot be written."""
         launcher = (sys.executable, "-I", "-S", tether.__file__, str(os.getpid()))
         with spec.log.open("ab") as log:
+            begin = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *launcher,
                 *spec.command,
@@ -61,7 +63,7 @@ class Child:
                 env=dict(spec.environ),
                 start_new_session=True,
             )
-        return cls(spec, process)
+        return cls(spec, process, log_begin=begin)
 
     @property
     def pid(self) -> int:
@@ -72,6 +74,10 @@ class Child:
     def status(self) -> int | None:
         """Exit status, negative for a signal; None while it runs."""
         return self._process.returncode
+
+    def last_lines(self, num_lines: int = 20) -> Sequence[str]:
+        """The last lines of its log, of those that were written since it was started."""
+        return tail(self.spec.log, num_lines, begin=self._log_begin)
 
     async def wait(self) -> int:
         """Return the exit status once it has ended."""
@@ -103,12 +109,12 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def tail(log: Path, num_lines: int = 20) -> Sequence[str]:
-    """The last lines of a log; none if there is no such file."""
+def tail(log: Path, num_lines: int = 20, *, begin: int = 0) -> Sequence[str]:
+    """The last lines of a log, of those behind its first `begin` bytes; none if there is no such file."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
+            file.seek(max(begin, size - _TAIL_BYTES))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,11 @@ import msgspec
 from common.bus.server import check_version, find_server, forget_indexes
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, PdmeshError
-from services.launcher.child import ChildSpec, tail
+from services.launcher.child import Child, ChildSpec
 from services.launcher.console import Console
 from services.launcher.core.log_line import last_word
 from services.launcher.plan import MeshPlan, ServicePlan, makes_transport_dir, settings_json
-from services.launcher.ports import free_ports, is_free
+from services.launcher.ports import free_ports, is_free, url_of
 from services.launcher.readiness import wait_ready
 from services.launcher.rundir import RunDirectory
 from services.launcher.supervisor import Supervisor
@@ -29,7 +29,6 @@ EXIT_CLEAN: Final = 0
 EXIT_FAILED: Final = 1
 
 _STAGES: Final = {"router": 0, "mixed": 1, "prefill": 1, "decode": 2, "broker": 3, "nats": 4}
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DRAIN_GRACE_S: Final = 5.0
 _NATS_START_S: Final = 10.0
 
@@ -76,9 +75,10 @@ class MeshRun:
     async def run(self) -> int:
         """Live it; return 0 if nothing failed and every child drained by itself, or had not come so far yet, else 1.
 
-        The first SIGINT, SIGTERM or SIGHUP drains, the second kills.
+        The first SIGINT, SIGTERM or SIGHUP drains, the second kills. SIGHUP that is ignored, as under `nohup`, stays so.
         """
         directory = RunDirectory()
+        signals = _signals()
         loop = asyncio.get_running_loop()
         drained = False
         try:
@@ -91,7 +91,7 @@ class MeshRun:
                     restarts_per_minute=self._plan.launcher.restarts_per_minute,
                 )
                 self._work = group.create_task(self._live(supervisor, directory), name="mesh")
-                for number in _SIGNALS:
+                for number in signals:
                     loop.add_signal_handler(number, self._signalled)
                 try:
                     await asyncio.wait({self._work})
@@ -99,7 +99,7 @@ class MeshRun:
                     if supervisor.children:
                         self._console.say("stopping")
                     drained = await supervisor.stop(self._console.say)
-                    for number in _SIGNALS:
+                    for number in signals:
                         loop.remove_signal_handler(number)
         finally:
             good = drained and self._failure is None
@@ -148,14 +148,14 @@ class MeshRun:
         names = tuple(worker.name for worker in self._plan.workers)
         started = ", ".join(service.name for service in self._plan.services)
         self._console.say(f"started {started}; logs: {logs}")
-        url = f"http://{'127.0.0.1' if router.host in {'0.0.0.0', '::'} else router.host}:{router.port}"
+        url = url_of(router.host, router.port)
         await wait_ready(
             f"{url}/ready",
             who="the router",
             timeout_s=self._plan.launcher.start_timeout_s,
             clock=self._clock,
             say=self._console.say,
-            detail=lambda: _last_words(logs, names),
+            detail=lambda: _last_words([child for child in supervisor.children if child.spec.name in names]),
         )
         supervisor.mark_ready()
         self._console.say("ready")
@@ -217,6 +217,12 @@ class MeshRun:
         return Path(self._plan.launcher.log_dir) if self._plan.launcher.log_dir else directory.logs
 
 
+def _signals() -> tuple[signal.Signals, ...]:
+    """Those that end the mesh: whoever had SIGHUP ignored wants it to outlive its terminal."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
+
+
 async def _check_server(binary: Path) -> None:
     """Refuse a NATS server that is too old for the bus adapter. Raises PdmeshError."""
     process = await asyncio.create_subprocess_exec(
@@ -232,7 +238,7 @@ async def _check_server(binary: Path) -> None:
     check_version(version.decode(errors="replace"))
 
 
-def _last_words(logs: Path, names: tuple[str, ...]) -> str:
-    """The last thing that each worker's log tells, so that one sees it load."""
-    words = ((name, last_word(tail(logs / f"{name}.log", 1))) for name in names)
+def _last_words(workers: Sequence[Child]) -> str:
+    """The last thing that each worker tells in its log, so that one sees it load."""
+    words = ((worker.spec.name, last_word(worker.last_lines(1))) for worker in workers)
     return ", ".join(f"{name}: {word}" for name, word in words if word)

@@ -11,7 +11,7 @@ from typing import Final
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import EXIT_SETTINGS
 from contracts.errors import ErrorCode, PdmeshError
-from services.launcher.child import Child, ChildSpec, tail
+from services.launcher.child import Child, ChildSpec
 from services.launcher.core.log_line import cause, readable
 from services.launcher.core.restarts import RestartBudget
 
@@ -21,7 +21,7 @@ _HOPELESS_DRAIN_S: Final = 3.0
 
 
 class ChildDied(PdmeshError):  # noqa: N818 - an event that ends the mesh
-    """A child ended although nobody asked it to. The text names it, its status and the end of its log."""
+    """A child ended although nobody asked it to. The text names it, its status and the end of what its log got from it."""
 
     code = ErrorCode.WORKER_LOST
 
@@ -105,7 +105,7 @@ class Supervisor:
             if self._stop_wanted.is_set():
                 return
             self._down[running.spec.name] = running.spec.role
-            death = ChildDied(running.spec.name, status, list(tail(running.spec.log)))
+            death = ChildDied(running.spec.name, status, list(running.last_lines()))
             running = await self._restart(running, death, budget)
 
     async def _restart(self, child: Child, death: ChildDied, budget: RestartBudget) -> Child | None:

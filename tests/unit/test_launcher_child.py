@@ -257,6 +257,34 @@ async def test_the_mesh_ends_once_a_child_has_used_up_its_restarts(tmp_path: Pat
     assert tail(tmp_path / "broken.log") == ["no such model"] * 3
 
 
+async def test_a_death_is_told_from_its_own_life_alone(tmp_path: Path) -> None:
+    """A log goes on over restarts: the reason of an earlier life is not given for a later one, nor shown with it."""
+    deaths: asyncio.Queue[ChildDied] = asyncio.Queue()
+    said: list[str] = []
+    count = tmp_path / "count"
+    program = """
+import json, pathlib, sys
+with open(sys.argv[1], 'a') as file: file.write('x')
+life = len(pathlib.Path(sys.argv[1]).read_text())
+print(json.dumps({'event': 'service_ended', 'reason': f'reason {life}'}))
+sys.exit(3)
+"""
+    spec = _spec(tmp_path, "mortal", program, str(count))
+    spec.log.write_text('{"event": "service_ended", "reason": "of an earlier mesh"}\n', encoding="utf-8")
+    async with asyncio.TaskGroup() as group:
+        supervisor = Supervisor(group, deaths.put_nowait, clock=SystemClock(), say=said.append, restarts_per_minute=2)
+        supervisor.mark_ready()
+        await supervisor.start(spec)
+        async with asyncio.timeout(_WAIT_S):
+            death = await deaths.get()
+        await supervisor.stop(lambda _text: None)
+    assert [line.partition("; ")[0] for line in said if "again in" in line] == [
+        f"mortal ended with status 3 (reason {life})" for life in (1, 2)
+    ]
+    assert death.cause == "reason 3"
+    assert str(death).count("service_ended") == 1
+
+
 async def test_wrong_settings_are_not_tried_again(tmp_path: Path) -> None:
     """They would be as wrong the next time."""
     deaths: asyncio.Queue[ChildDied] = asyncio.Queue()

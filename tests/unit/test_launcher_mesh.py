@@ -24,7 +24,7 @@ from services.launcher.child import tail
 from services.launcher.console import Console
 from services.launcher.mesh import Body, MeshRun, RunningMesh
 from services.launcher.plan import MeshPlan, MeshRequest, make_plan
-from services.launcher.ports import free_ports, is_free
+from services.launcher.ports import free_ports, is_free, url_of
 from services.launcher.settings import LauncherSettings, SettingsStructs
 from services.launcher.up import announcement, called_as
 
@@ -265,6 +265,30 @@ async def test_a_signal_drains(stage: _Stage) -> None:
     assert _left(stage) == []
 
 
+async def test_the_end_of_a_terminal_drains_unless_that_is_ignored(stage: _Stage) -> None:
+    """Whoever starts us may have had SIGHUP ignored, as `nohup` does: then the mesh serves on."""
+    ignored = False
+
+    async def body(mesh: RunningMesh) -> None:
+        await _all_up(mesh)
+        os.kill(os.getpid(), signal.SIGHUP)
+        if ignored:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        else:
+            await asyncio.Event().wait()
+
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for ignored in (False, True):
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            run = stage.run(body)
+            assert await run.run() == 0, stage.progress.getvalue()
+            assert run.interrupted is not ignored
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_a_signal_before_the_mesh_is_ready_leaves_nothing(stage: _Stage) -> None:
     """Children that SIGTERM ends before they have a handler for it had nothing to drain: no failure, and no logs kept."""
     stage.play("router", _EARLY)
@@ -321,6 +345,41 @@ async def test_a_port_in_use_is_told_before_anything_starts(stage: _Stage) -> No
     assert stage.progress.getvalue() == f"pdmesh: {rule}\n"
     assert not stage.order.exists()
     assert _left(stage) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("localhost", "http://localhost:80"),
+    ],
+)
+def test_a_router_is_reached_where_it_listens(host: str, url: str) -> None:
+    """On every address: at the loopback one of the same kind; an IPv6 address stands in brackets."""
+    assert url_of(host, 80) == url
+
+
+async def test_a_port_is_free_where_a_server_could_listen() -> None:
+    """On every address of IPv6, too, beside a server of IPv4: asyncio's servers there leave that to others."""
+
+    async def handle(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def can_listen(host: str) -> bool:
+        try:
+            async with await asyncio.start_server(handle, host, port):
+                return True
+        except OSError:
+            return False
+
+    async with await asyncio.start_server(handle, "0.0.0.0", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert not await can_listen("127.0.0.1")
+        for host in ("127.0.0.1", "::"):
+            assert is_free(host, port) is await can_listen(host)
 
 
 def test_the_announcement_can_be_pasted() -> None:
