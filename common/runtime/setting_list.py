@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from common.runtime.setting_values import choices, shown
+from common.runtime.setting_values import bounds, choices, shown
 from common.runtime.settings import ENVIRONMENT_PREFIX
 
 _NAMES: Final[dict[type[msgspec.inspect.Type], str]] = {
@@ -74,23 +74,7 @@ def _kind(annotation: Any) -> str:
     name = _NAMES.get(type(info))
     if name is None:
         raise TypeError(f"a setting of type {annotation} cannot be described")
-    return " ".join([name, *_bounds(info)])
-
-
-def _bounds(info: msgspec.inspect.Type) -> tuple[str, ...]:
-    if not isinstance(info, msgspec.inspect.IntType | msgspec.inspect.FloatType):
-        return ()
-    match info.ge, info.gt, info.le:
-        case None, None, None:
-            return ()
-        case least, None, None:
-            return (f">= {least}",)
-        case None, above, None:
-            return (f"> {above}",)
-        case least, None, most:
-            return (f"{least} to {most}",)
-        case _:
-            raise TypeError(f"bounds that cannot be described: {info}")
+    return f"{name} {bounds(annotation)}".rstrip()
 
 
 def _default(name: str, value: Any) -> str:

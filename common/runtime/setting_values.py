@@ -11,7 +11,7 @@ import msgspec
 _SECRET_SUFFIXES: Final = ("password", "token", "secret")
 _BAD_CHOICE: Final = "Invalid enum value"
 _TYPES: Final = {"bool": "0, 1, true or false", "int": "a whole number", "float": "a number", "str": "text"}
-_WRONG_TYPE: Final = re.compile(r"Expected `(?P<kind>bool|int|float|str)`(?P<bound> [<>]=? [^,]+)?(, got `\w+`)?")
+_WRONG_TYPE: Final = re.compile(r"Expected `(?P<kind>bool|int|float|str)`( [<>]=? [^,]+)?(, got `\w+`)?")
 
 
 def read_text(text: str, kind: Any) -> Any:
@@ -46,6 +46,19 @@ def choices(kind: Any) -> tuple[str, ...]:
     return tuple(str(value) for value in _choices(msgspec.inspect.type_info(kind)))
 
 
+def bounds(kind: Any) -> str:
+    """Within which numbers a setting of type `kind` must lie, in words; empty without bounds, and for what is no number."""
+    info = msgspec.inspect.type_info(kind)
+    if isinstance(info, msgspec.inspect.Metadata):
+        info = info.type
+    if not isinstance(info, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        return ""
+    if info.ge is not None and info.le is not None:
+        return f"{info.ge} to {info.le}"
+    limits = ((">=", info.ge), (">", info.gt), ("<=", info.le), ("<", info.lt))
+    return " and ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
+
+
 def shown(key: str, value: Any) -> Any:
     """The value as people may see it: without secrets and passwords, a path as text."""
     if key.endswith(_SECRET_SUFFIXES) and value:
@@ -68,13 +81,13 @@ def _convert(value: Any, kind: Any, *, strict: bool) -> Any:
 
 
 def _rule(error: msgspec.ValidationError, kind: Any) -> str:
-    """What is broken, in words; for a choice also what there is to choose from, which msgspec leaves out."""
+    """What is broken, in words; with all that is allowed, of which msgspec names one bound and no choices."""
     problem = str(error)
     allowed = choices(kind)
     if allowed and problem.startswith(_BAD_CHOICE):
         return f"one of {', '.join(allowed)}"
     plain = _WRONG_TYPE.fullmatch(problem)
-    return problem if plain is None else _TYPES[plain["kind"]] + (plain["bound"] or "")
+    return problem if plain is None else f"{_TYPES[plain['kind']]} {bounds(kind)}".rstrip()
 
 
 def _choices(kind: msgspec.inspect.Type) -> Iterator[Any]:

@@ -37,9 +37,20 @@ def test_a_wrong_choice_is_told_the_choices(kind: Any, expected: str) -> None:
 
 
 def test_what_is_no_choice_keeps_its_own_rule() -> None:
-    """Types and bounds are told as before, and such a type has no choices."""
-    with pytest.raises(ValueError, match=r"^a whole number >= 1$"):
-        read_text("0", Annotated[int, msgspec.Meta(ge=1)])
+    """A type is told with all of its bounds, whichever is broken, and has no choices."""
+    for bounds, rule in (
+        (msgspec.Meta(ge=1), "a whole number >= 1"),
+        (msgspec.Meta(ge=1, le=8), "a whole number 1 to 8"),
+        (msgspec.Meta(gt=0, le=8), "a whole number > 0 and <= 8"),
+        (msgspec.Meta(ge=1, description="how many"), "a whole number >= 1"),
+    ):
+        for text in ("0", "many"):
+            with pytest.raises(ValueError, match=rf"^{rule}$"):
+                read_text(text, Annotated[int, bounds])
+    with pytest.raises(ValueError, match=r"^a whole number 1 to 8$"):
+        read_json(9, Annotated[int, msgspec.Meta(ge=1, le=8)])
+    with pytest.raises(ValueError, match=r"^a number 0 to 1$"):
+        read_text("2", Annotated[float, msgspec.Meta(ge=0, le=1)])
     for kind, rule in ((bool, "0, 1, true or false"), (int, "a whole number"), (float, "a number")):
         with pytest.raises(ValueError, match=rf"^{rule}$"):
             read_text("maybe", kind)
