@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from contracts.manifest import RankManifest
 from loadtest.client import Sample
 from loadtest.figures import (
     ByteFigures,
@@ -17,7 +16,7 @@ from loadtest.figures import (
     mode_ratio,
     mode_times,
 )
-from loadtest.ideal import ideal_bytes
+from loadtest.ideal import Destination
 from loadtest.phases import Handoff, phase_order
 from loadtest.report import Report, Table, number, p50_p99, percent, times
 from loadtest.statistics import Spread, spread
@@ -145,14 +144,14 @@ class Comparison:
         shown = f"{percent(share)} of the median time to first token (aim: at most {GAP_AIM:.0%})"
         report.aim(f"{self._key}handoff gap, {what}", shown, met=share is not None and share <= GAP_AIM)
 
-    def report_bytes(self, report: Report, destination: Sequence[RankManifest]) -> None:
+    def report_bytes(self, report: Report, destination: Destination) -> None:
         """Bytes moved beside the least possible, which is an aim."""
         mode = self._modes[0]
         rows: list[tuple[str, ...]] = []
         figures: dict[str, ByteFigures] = {}
         for kind in self.kinds:
             length = self.samples_of(kind, mode)[0].num_prompt_tokens
-            found = byte_figures(self._handoffs[kind, mode], ideal_bytes(destination, length))
+            found = byte_figures(self._handoffs[kind, mode], destination.ideal_bytes(length))
             if found is None:
                 continue
             figures[kind] = found

@@ -11,10 +11,9 @@ from common.engine.model.config import load_config
 from common.runtime.clock import Clock
 from loadtest.client import Prompt, Sample
 from loadtest.dcp_settings import DcpSettings
-from loadtest.events import decode_manifests, handoffs_of
+from loadtest.events import destination_of, handoffs_of
 from loadtest.figures import ByteFigures, byte_figures
 from loadtest.handoff import Say, running
-from loadtest.ideal import ideal_bytes
 from loadtest.mesh import Mesh, MeshSpec
 from loadtest.report import Report, Table, number
 from loadtest.rounds import Load, Target, random_prompts, run_rounds
@@ -52,8 +51,8 @@ async def _measure(  # noqa: PLR0917 - one mesh
     settings: DcpSettings, decode: str, mesh: Mesh, report: Report, clock: Clock, say: Say
 ) -> MeshFigures:
     vocab_size = load_config(settings.model).vocab_size
-    manifests = await decode_manifests(mesh, say)
-    first = manifests[0]
+    destination = await destination_of(mesh, say)
+    first = destination.ranks[0]
     capacity = first.num_blocks * first.block_size * first.coordinates.dcp_size
 
     async def ask(length: int, count: int) -> list[Sample]:
@@ -76,7 +75,7 @@ async def _measure(  # noqa: PLR0917 - one mesh
             answers.append(sample.token_ids)
             if sample.error:
                 report.fail(f"{mesh.spec.mode}, {length} tokens: {sample.error}")
-        figures = byte_figures(await handoffs_of(mesh, samples, clock, say), ideal_bytes(manifests, length))
+        figures = byte_figures(await handoffs_of(mesh, samples, clock, say), destination.ideal_bytes(length))
         if figures is None:
             report.fail(f"{mesh.spec.mode}, {length} tokens: the event stream tells of no handoff")
         else:
@@ -93,7 +92,7 @@ async def _measure(  # noqa: PLR0917 - one mesh
         decode=decode,
         dcp=first.coordinates.dcp_size,
         num_tokens=capacity,
-        region_bytes=max(each.region_bytes for each in manifests),
+        region_bytes=max(each.region_bytes for each in destination.ranks),
         bytes_of=bytes_of,
         longest_served=not longest.error,
         one_more_refused=is_refusal(beyond, capacity),

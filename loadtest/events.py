@@ -9,14 +9,16 @@ from common.bus.port import Bus
 from common.runtime.clock import Clock, Deadline
 from contracts import subjects
 from contracts.codec import decode, encode
+from contracts.links import LinkRecord, LinkState
 from contracts.manifest import RankManifest
 from contracts.subjects import WorkerVerb
 from contracts.workers import DescribeWorker, WorkerDescription
 from loadtest.client import Sample
+from loadtest.ideal import Destination
 from loadtest.mesh import Mesh
 from loadtest.phases import Handoff, read_handoffs, with_admission, within
 from services.launcher.bus import with_bus
-from services.launcher.stream import read_all
+from services.launcher.stream import read_all, read_links
 
 _SETTLE_S: Final = 10.0
 _POLL_S: Final = 0.3
@@ -40,11 +42,11 @@ async def handoffs_of(mesh: Mesh, samples: Sequence[Sample], clock: Clock, say: 
     return await with_bus(mesh.nats_url, read, say=say)
 
 
-async def decode_manifests(mesh: Mesh, say: Callable[[str], None]) -> tuple[RankManifest, ...]:
-    """The layout of every rank of the mesh's first decode worker, as that worker describes itself."""
+async def destination_of(mesh: Mesh, say: Callable[[str], None]) -> Destination:
+    """The mesh's first decode worker: the layout of every rank, as it describes itself, and what its links bring."""
     worker_id = mesh.spec.worker_ids("decode")[0]
 
-    async def ask(bus: Bus) -> tuple[RankManifest, ...]:
+    async def ask(bus: Bus) -> Destination:
         found: list[RankManifest] = []
         num_ranks = 1
         while len(found) < num_ranks:
@@ -53,6 +55,12 @@ async def decode_manifests(mesh: Mesh, say: Callable[[str], None]) -> tuple[Rank
             description = decode(answer.data, WorkerDescription)
             num_ranks = description.num_ranks
             found.append(description.manifest)
-        return tuple(found)
+        return Destination(ranks=tuple(found), has_drafts=brings_drafts((await read_links(bus)).links, worker_id))
 
     return await with_bus(mesh.nats_url, ask, say=say)
+
+
+def brings_drafts(links: Sequence[LinkRecord], decode: str) -> bool:
+    """Whether all who hand over to a decode worker hand over the caches of a draft head, too."""
+    linked = [each for each in links if each.decode.worker_id == decode and each.state is LinkState.LINKED]
+    return bool(linked) and all(each.has_drafts for each in linked)

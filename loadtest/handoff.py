@@ -11,7 +11,7 @@ from common.engine.model.config import load_config
 from common.runtime.clock import Clock
 from loadtest.client import Prompt, Sample
 from loadtest.comparison import Comparison
-from loadtest.events import decode_manifests, handoffs_of
+from loadtest.events import destination_of, handoffs_of
 from loadtest.mesh import Mesh, MeshSpec
 from loadtest.push_figures import PushFigures, report_push
 from loadtest.push_shapes import BLOCK_TOKENS, large_shape, model_shape
@@ -47,11 +47,11 @@ async def run_handoff(settings: LoadSettings, report: Report, clock: Clock, say:
     """Measure, and fill the report: times, ratios and answers; phases; handoff gap; bytes; push throughput."""
     async with running(settings.meshes, clock, say) as meshes:
         comparison = await _load(settings, meshes, clock, say)
-        manifests = await decode_manifests(meshes[0], say)
+        destination = await destination_of(meshes[0], say)
     comparison.report_times(report)
     comparison.report_phases(report)
     comparison.report_gap(report)
-    comparison.report_bytes(report, manifests)
+    comparison.report_bytes(report, destination)
     if settings.push_repeats:
         report_push(report, measure_pushes(settings, clock, say))
 

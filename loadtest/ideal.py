@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import msgspec
 
 from common.layout.context_parallel import local_length
-from contracts.manifest import PagedPlace, RankManifest, SlotPlace
+from contracts.manifest import Namespace, PagedPlace, RankManifest, SlotPlace
 
 
-def ideal_bytes(destination: Iterable[RankManifest], num_prompt_tokens: int) -> int:
-    """Bytes that the prompt's keys, values and states fill on all ranks of `destination`, by what the ranks say of themselves.
+class Destination(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker that takes over, by what its ranks say of themselves; `has_drafts`: whether its link brings a draft head's caches."""
 
-    A draft head keeps a pair of neighbours where the second of them stands: the prompt's first token has none.
-    """
-    total = 0
-    for manifest in destination:
-        at = manifest.coordinates
-        for span in manifest.spans:
-            match span.place:
-                case PagedPlace() as place:
-                    first = span.key.namespace.first_token
-                    before, held = (
-                        local_length(end, manifest.block_size, at.dcp_size, at.dcp_rank)
-                        for end in (first, max(first, num_prompt_tokens))
-                    )
-                    total += (held - before) * span.length * place.token_bytes
-                case SlotPlace() as place:
-                    total += place.moved_rows * span.length * place.unit_bytes
-    return total
+    ranks: tuple[RankManifest, ...]
+    has_drafts: bool = False
+
+    def ideal_bytes(self, num_prompt_tokens: int) -> int:
+        """Bytes that the prompt's keys, values and states fill on all ranks.
+
+        A draft head keeps a pair of neighbours where the second of them stands: the prompt's first token has none.
+        """
+        total = 0
+        for manifest in self.ranks:
+            at = manifest.coordinates
+            for span in manifest.spans:
+                if span.key.namespace is Namespace.DRAFT and not self.has_drafts:
+                    continue  # stays empty
+                match span.place:
+                    case PagedPlace() as place:
+                        first = span.key.namespace.first_token
+                        before, held = (
+                            local_length(end, manifest.block_size, at.dcp_size, at.dcp_rank)
+                            for end in (first, max(first, num_prompt_tokens))
+                        )
+                        total += (held - before) * span.length * place.token_bytes
+                    case SlotPlace() as place:
+                        total += place.moved_rows * span.length * place.unit_bytes
+        return total

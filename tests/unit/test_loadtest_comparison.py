@@ -9,6 +9,7 @@ import pytest
 from loadtest.client import Sample
 from loadtest.comparison import Comparison
 from loadtest.figures import mode_ratio, throughput
+from loadtest.ideal import Destination
 from loadtest.phases import Handoff
 from loadtest.report import EXIT_FAILED, EXIT_GOOD, Machine, Report, Table
 from loadtest.rounds import orders, random_prompts
@@ -139,7 +140,7 @@ def test_bytes_above_the_ideal_miss_the_aim() -> None:
     comparison.add_samples("1024 tokens", [_sample("P/D", 10)])
     comparison.add_handoffs("1024 tokens", "P/D", [_handoff(1.0)])
     report = _report()
-    comparison.report_bytes(report, [])
+    comparison.report_bytes(report, Destination(ranks=()))
     (aim,) = json.loads(report.json())["aims"]
     assert not aim["met"]
 

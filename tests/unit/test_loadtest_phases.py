@@ -14,9 +14,12 @@ from common.layout.shape import CacheShape, LayerType
 from common.layout.slot_rows import bind_slot
 from common.layout.templates import PagedTemplate
 from contracts.events import EventName, HandoffEvent
+from contracts.links import LinkRecord, LinkState
 from contracts.manifest import CacheDtypes, Coordinates, Dtype, Namespace
+from contracts.requests import WorkerRef
 from loadtest.client import Sample
-from loadtest.ideal import ideal_bytes
+from loadtest.events import brings_drafts
+from loadtest.ideal import Destination
 from loadtest.phases import phase_order, read_handoffs, with_admission, within
 from loadtest.push_shapes import large_shape
 
@@ -172,21 +175,27 @@ def test_the_ideal_is_what_a_plan_moves(source_tp: int, destination_tp: int, num
             else bind_slot(template, 0, 1)
         )
         moved += sum(run.nbytes for run in runs)
-    assert ideal_bytes(destination, num_tokens) == moved
+    assert Destination(ranks=tuple(destination)).ideal_bytes(num_tokens) == moved
 
 
 @pytest.mark.parametrize(("source_tp", "destination_tp", "dcp"), [(2, 1, 1), (1, 4, 2), (2, 8, 4)])
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 77])
+@pytest.mark.parametrize("source_draft", ["d", ""])
 def test_the_ideal_of_a_draft_head_begins_with_the_second_token(
-    source_tp: int, destination_tp: int, dcp: int, num_tokens: int
+    source_tp: int, destination_tp: int, dcp: int, num_tokens: int, source_draft: str
 ) -> None:
-    """Pairs stand at their second token: with blocks spread over a group, the rank of the first block holds one less."""
+    """Pairs stand at their second token: with blocks spread over a group, the rank of the first block holds one less.
+
+    Nothing of it is counted where prefill has no such head: decode's stays empty.
+    """
     shape = msgspec.structs.replace(_SMALL_SHAPE, num_draft_layers=1, hidden_size=48)
+    shapes = {"prefill": shape if source_draft else _SMALL_SHAPE, "decode": shape}
+    drafts = {"prefill": source_draft, "decode": "d"}
     source, destination = (
         [
-            lay_out(shape, Coordinates(tp_rank=rank, tp_size=tp, dcp_rank=rank % width, dcp_size=width)).manifest(
-                worker_id=name, incarnation="i", model="m", draft="d"
-            )
+            lay_out(
+                shapes[name], Coordinates(tp_rank=rank, tp_size=tp, dcp_rank=rank % width, dcp_size=width)
+            ).manifest(worker_id=name, incarnation="i", model="m", draft=drafts[name])
             for rank in range(tp)
         ]
         for name, tp, width in (("prefill", source_tp, 1), ("decode", destination_tp, dcp))
@@ -204,14 +213,28 @@ def test_the_ideal_of_a_draft_head_begins_with_the_second_token(
         )
         moved[part.dst_rank] += sum(run.nbytes for run in runs)
     for rank, manifest in enumerate(destination):
-        assert ideal_bytes([manifest], num_tokens) == moved[rank]
+        assert Destination(ranks=(manifest,), has_drafts=compiled.has_drafts).ideal_bytes(num_tokens) == moved[rank]
+
+
+def test_drafts_come_along_if_every_link_of_the_worker_has_them() -> None:
+    """Links of others, and those that are not made, say nothing."""
+
+    def link(prefill: str, decode: str, *, has_drafts: bool, state: LinkState = LinkState.LINKED) -> LinkRecord:
+        first, second = (WorkerRef(worker_id=name, incarnation="i") for name in (prefill, decode))
+        return LinkRecord(prefill=first, decode=second, state=state, since="", has_drafts=has_drafts)
+
+    good = link("p", "d", has_drafts=True)
+    others = [link("p", "e", has_drafts=False), link("q", "d", has_drafts=False, state=LinkState.REFUSED)]
+    assert brings_drafts([good, *others], "d")
+    assert not brings_drafts([good, link("r", "d", has_drafts=False)], "d")
+    assert not brings_drafts(others, "d")
 
 
 def test_the_large_shape_has_the_models_bytes() -> None:
     """32 KiB of keys and values a token and 51.5 MB of states, as that model's own dimensions give."""
     manifest = lay_out(large_shape(1, 1), Coordinates()).manifest(worker_id="w", incarnation="i", model="m")
     states = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
-    assert ideal_bytes([manifest], 16) == 16 * 32768 + states
+    assert Destination(ranks=(manifest,)).ideal_bytes(16) == 16 * 32768 + states
 
 
 @pytest.mark.parametrize("missing", [EventName.PART_PUSHED, EventName.PREFILL_RELEASED, EventName.REQUEST_FINISHED])
