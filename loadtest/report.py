@@ -19,15 +19,21 @@ _NONE: Final = "-"
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """A table of texts. The first `num_names` columns are names, the others numbers."""
+    """A table of texts. The first `num_names` columns are names, the others numbers. `legend` says of each column what it is, or is empty."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     num_names: int = 1
+    legend: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a legend of other columns."""
+        if self.legend and len(self.legend) != len(self.header):
+            raise ValueError(f"legend: {self.legend!r} is not allowed; the rule is: one text for each of {self.header}")
 
     def render(self) -> str:
-        """The table as lines of equal columns; no newline at the end."""
+        """The table as lines of equal columns, and its legend; no newline at the end."""
         lines = [self.header, *self.rows]
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
         shown = [self.title]
@@ -37,6 +43,10 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
                 for column, (cell, width) in enumerate(zip(line, widths, strict=True))
             ]
             shown.append(("  " + "  ".join(cells)).rstrip())
+        if self.legend:
+            width = max(map(len, self.header))
+            shown.append("  where")
+            shown += [f"    {name.ljust(width)}  {text}" for name, text in zip(self.header, self.legend, strict=True)]
         return "\n".join(shown)
 
 

@@ -107,7 +107,7 @@ def speed_of(plain: SpeculateFigures, guessing: SpeculateFigures) -> Speed:
 
 
 def report_speculation(report: Report, figures: Sequence[SpeculateFigures]) -> tuple[Speed, ...]:
-    """A table of all cases, and an aim for each that guesses; returns how fast these are."""
+    """A table of all cases, and an aim for each that guesses; returns how fast these are. Other texts fail the report."""
     plain = {(each.case.temperature, each.case.batch): each for each in figures if not each.case.depth}
     rows, speeds = [], []
     for each in figures:
@@ -136,6 +136,9 @@ def report_speculation(report: Report, figures: Sequence[SpeculateFigures]) -> t
             name = f"temperature {case.temperature:g}, batch {case.batch}, depth {case.depth}"
             shown = f"{percent(speed.share, 0)} of {speed.possible:.2f} times; wanted {SPEED_AIM:.0%}"
             report.aim(f"speed, {name}", shown, met=speed.share >= SPEED_AIM)
+            if each.num_equal_texts < each.num_texts:
+                unequal = each.num_texts - each.num_equal_texts
+                report.fail(f"{name}: {unequal} of {each.num_texts} texts differ from those without guesses")
     header = (
         "temperature",
         "batch",
@@ -152,8 +155,24 @@ def report_speculation(report: Report, figures: Sequence[SpeculateFigures]) -> t
         "possible",
         "same texts",
     )
+    legend = (
+        "at which tokens are drawn; 0 takes the likeliest",
+        "sequences side by side",
+        "guesses a step for each of them",
+        "what a step gave a sequence: its right guesses, and one token more",
+        "share of steps in which the first guess was right, the first two, ..., of those that had so many",
+        "time by the clock for a token of a sequence",
+        "processor time for it",
+        "processor time in µs of one pass over a token of each sequence",
+        "the same over that token and all guesses",
+        "processor time in µs of one guess for each sequence",
+        "µs a token without guesses over this",
+        "CPU µs a token without guesses over this: what the aim is held against",
+        "tokens a step * decode pass / (verify pass + depth * draft pass): steps that consist of their passes alone",
+        "answers that are those without guesses; anything less fails the run",
+    )
     title = "answers with guesses: µs a token of a sequence, and CPU µs of passes by themselves"
-    report.add(Table(title=title, header=header, rows=tuple(rows), num_names=3))
+    report.add(Table(title=title, header=header, rows=tuple(rows), num_names=3, legend=legend))
     report.put("speculation", tuple(figures))
     report.put("speeds", tuple(speeds))
     return tuple(speeds)
@@ -174,7 +193,15 @@ def report_couplings(report: Report, temperature: float, found: Sequence[Couplin
     )
     header = ("guess", "places", "one race", "rejection", "one number", "race over rejection")
     title = f"how often a guess is right at temperature {temperature:g}, by the way of drawing, from the weights"
-    report.add(Table(title=title, header=header, rows=rows))
+    legend = (
+        "its place behind right ones",
+        "places in the texts that were looked at",
+        "guess and choice drawn by the same race, as this engine does it",
+        "what speculative sampling accepts: the most that is possible",
+        "both drawn from their distributions by one and the same number",
+        "how near this engine comes to the most that is possible",
+    )
+    report.add(Table(title=title, header=header, rows=rows, legend=legend))
     report.put("couplings", tuple(found))
 
 

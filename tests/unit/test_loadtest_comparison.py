@@ -166,6 +166,14 @@ def test_a_table_has_equal_columns() -> None:
     assert table.render() == "t\n  name          ms\n  a           1.00\n  long name  12.00"
 
 
+def test_a_legend_stands_below_its_table() -> None:
+    """One line a column, all of them or none."""
+    table = Table(title="t", header=("name", "ms"), rows=(("a", "1.00"),), legend=("whose", "how long"))
+    assert table.render() == "t\n  name    ms\n  a     1.00\n  where\n    name  whose\n    ms    how long"
+    with pytest.raises(ValueError, match="legend"):
+        Table(title="t", header=("name", "ms"), rows=(), legend=("whose",))
+
+
 def test_a_figure_is_named_once() -> None:
     """A second figure of the same name would hide the first."""
     report = _report()

@@ -11,7 +11,7 @@ from contracts.errors import InvalidValueError
 from contracts.events import EventName, HandoffEvent
 from loadtest.arguments import parser
 from loadtest.client import Sample
-from loadtest.report import Machine, Report
+from loadtest.report import EXIT_FAILED, EXIT_GOOD, Machine, Report
 from loadtest.settings import PD_MODE
 from loadtest.speculate_couplings import by_one_number, by_rejection, by_shared_race, coupling_of
 from loadtest.speculate_figures import (
@@ -78,12 +78,18 @@ def test_speed_is_held_against_what_passes_and_right_guesses_allow(us: int, met:
     report_speculation(report, [plain, guessing])
     assert f"speed, temperature 0, batch 1, depth 2 85% of 1.20 times; wanted 85% {met}\n" in _squeezed(report)
     assert "\n0.0 1 2 2.40 0.80 0.60 196 98 90 120 30 1.02 1.02 1.20 1 of 1\n" in _squeezed(report)
+    assert report.status == EXIT_GOOD
 
 
 def test_texts_are_held_against_those_without_guesses() -> None:
-    """As far as both go; one other token is told."""
+    """As far as both go; one other token fails the run."""
     assert [each.num_equal_texts for each in _figures(900)] == [1, 1]
-    assert [each.num_equal_texts for each in _figures(900, text=(1, 2, 9))] == [1, 0]
+    other = _figures(900, text=(1, 2, 9))
+    assert [each.num_equal_texts for each in other] == [1, 0]
+    report = _report()
+    report_speculation(report, other)
+    assert report.status == EXIT_FAILED
+    assert "FAILED: temperature 0, batch 1, depth 2: 1 of 1 texts differ from those without guesses" in report.text()
 
 
 def test_ways_of_drawing_by_hand() -> None:
@@ -176,14 +182,28 @@ def test_meshes_are_told_with_their_aims() -> None:
     assert f"\nguesses of {PD_MODE} as of {MIXED}, depth 2 3 of 6, and 3 of 6 met\n" in text
 
 
-def test_other_answers_and_other_guesses_miss_their_aims() -> None:
-    """Of a pair that guesses less, and of a token that differs."""
+def test_other_answers_fail_and_other_guesses_miss_their_aim() -> None:
+    """A pair that guesses less does worse than it could; a token that differs is wrong."""
     report = _report()
     report_meshes(report, _meshes(pair_right=2), [])
     assert f"guesses of {PD_MODE} as of {MIXED}, depth 2 2 of 6, and 3 of 6 missed\n" in _squeezed(report)
     other = _report()
     report_meshes(other, _meshes(answer=(1, 2, 3, 4, 5, 6, 8)), [])
-    assert f"answers of {MIXED} at depth 2 0 of 1 missed\n" in _squeezed(other)
+    assert f"FAILED: {MIXED}, depth 2: 1 of 1 answers differ from those without guesses" in other.text()
+    assert (report.status, other.status) == (EXIT_GOOD, EXIT_FAILED)
+
+
+def test_every_column_is_explained() -> None:
+    """Below the table: what a share is of, and which times are of what."""
+    plain, guessing = _figures(900)
+    report = _report()
+    report_speculation(report, [plain, guessing])
+    report_couplings(report, 0.8, [Coupling(count=3, race=1.0, rejection=2.0, one_number=0.5)])
+    report_meshes(report, _meshes(), [])
+    text = report.text()
+    assert text.count("\n  where\n") == 3
+    for column in ("same texts", "race over rejection", "right a step, by place"):
+        assert f"\n    {column}  " in text
 
 
 def test_a_pair_keeps_the_draft_on_both_sides(tmp_path: Path) -> None:
