@@ -49,6 +49,15 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
         return f"Grant({', '.join(shown)})"
 
 
+_MAX_GRANTED_ID_BYTES: Final = 112 * 1024
+"""Of a message, for the block ids of one grant: the record of a handoff holds two grants, and more than that."""
+
+
+def max_granted_blocks(num_blocks: int) -> int:
+    """How many blocks of a cache of `num_blocks` a grant can name, and still fit into messages and records."""
+    return _MAX_GRANTED_ID_BYTES // (len(str(num_blocks - 1)) + 1)
+
+
 class ReserveDecode(Versioned, frozen=True, kw_only=True, tag="reserve_decode"):
     """Broker to decode: set memory aside for prompt + max_tokens, before prefill runs. See `SubmitRequest` for delivered tokens."""
 

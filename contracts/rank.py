@@ -1,4 +1,4 @@
-"""What a worker's asyncio process and its rank processes say to each other, one msgpack message a datagram.
+"""What a worker's asyncio process and its rank processes say to each other, in msgpack.
 
 Every command is answered by every rank, in the order in which commands were sent; `PartPushed`, `PeerLinked`, `RankProgress`,
 and what is said of a pull come on their own. Versions are not mixed here: both ends are the same build.
@@ -18,7 +18,9 @@ from contracts.manifest import Namespace, RankManifest, Role
 from contracts.rank_pull import PullReport, PullShards
 from contracts.requests import SamplingParams, WorkerRef
 
-MAX_RANK_MESSAGE_BYTES: Final = 192 * 1024
+MAX_RANK_MESSAGE_BYTES: Final = 8 << 20
+MAX_BOUND_BLOCKS: Final = 1 << 20
+"""Blocks of one sequence that fit into a `BindSequence`, beside those of a grant."""
 MAX_CONNECTING: Final = 8
 """Links that the ranks of an engine make at the same time, each in a thread of its own."""
 
@@ -365,6 +367,12 @@ RankCommand: TypeAlias = (
 RankAnswer: TypeAlias = RankStarted | StepDone | SequenceDigests | RankScan | Done
 RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed | PeerLinked | PullReport
 
+# The most that msgpack takes: for a number below 2**32, for an item's other fields (its own header, that of its ids, a sequence's
+# number below 2**64, a place and a count below 2**32, three flags), and for what a plan has beside its items.
+_TOKEN_BYTES: Final = 5
+_ITEM_BYTES: Final = 1 + 5 + 9 + 5 + 5 + 3
+_PLAN_BYTES: Final = 64
+
 _encoder: Final = msgspec.msgpack.Encoder()
 _commands: Final = msgspec.msgpack.Decoder(RankCommand)
 _messages: Final = msgspec.msgpack.Decoder(RankMessage)
@@ -372,7 +380,7 @@ _T = TypeVar("_T")
 
 
 def encode(message: RankCommand | RankMessage) -> bytes:
-    """One datagram. Raises `CodecError` above `MAX_RANK_MESSAGE_BYTES`, what a socket pair carries without special rights."""
+    """One message. Raises `CodecError` above `MAX_RANK_MESSAGE_BYTES`."""
     data = _encoder.encode(message)
     if len(data) > MAX_RANK_MESSAGE_BYTES:
         name = type(message).__name__
@@ -385,6 +393,11 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
         return decoder.decode(data)
     except msgspec.DecodeError as error:
         raise CodecError(f"not a rank message: {error}") from error
+
+
+def most_step_tokens(num_sequences: int) -> int:
+    """How many tokens a `StepPlan` of so many sequences can carry, whatever their ids are; below 0 for too many sequences."""
+    return (MAX_RANK_MESSAGE_BYTES - _PLAN_BYTES - num_sequences * _ITEM_BYTES) // _TOKEN_BYTES
 
 
 def decode_command(data: bytes) -> RankCommand:

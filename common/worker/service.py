@@ -46,7 +46,8 @@ from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
-from contracts.handoff import HandoffList, ListHandoffs, Released, ReleaseHandoff
+from contracts.handoff import HandoffList, ListHandoffs, Released, ReleaseHandoff, max_granted_blocks
+from contracts.rank import MAX_BOUND_BLOCKS
 from contracts.requests import CancelWork, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import (
@@ -160,8 +161,10 @@ class WorkerService(ABC):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence, prompt and output, that the model and one empty replica can hold."""
-        return min(self.info.max_position, self.info.num_blocks * self.info.block_tokens)
+        """The longest sequence, prompt and output, that the model and one empty replica can hold, and whose blocks messages can name."""
+        granted = max_granted_blocks(self.info.num_blocks)
+        most = MAX_BOUND_BLOCKS if self.role is WorkerRole.MIXED else granted  # who does both grants nothing
+        return min(self.info.max_position, min(self.info.num_blocks, most) * self.info.block_tokens)
 
     def record(self) -> WorkerRecord:
         """What the worker says of itself in `PD_WORKERS`."""

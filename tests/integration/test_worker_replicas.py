@@ -20,7 +20,7 @@ from common.worker.service import WorkerService
 from contracts import subjects
 from contracts.codec import encode
 from contracts.errors import ErrorCode
-from contracts.handoff import PrefillFinished, Reserved, RunMixed
+from contracts.handoff import PrefillFinished, Reserved, RunMixed, max_granted_blocks
 from contracts.links import LinkState
 from contracts.requests import Accepted, CancelWork, Refused, SamplingParams, TokenFrame
 from contracts.subjects import WorkerVerb
@@ -145,6 +145,30 @@ def test_a_full_replica_does_not_block_the_others() -> None:
         assert in_use(mesh.services["decode-0"]) == [1, 1]
         for handoff in (A, "rd-0"):
             await mesh.release("decode", "decode-0", handoff)
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_a_sequence_whose_blocks_no_message_can_name_is_refused() -> None:
+    """A grant names every block: the longest that fits into a message is granted, one more token is refused, as the record says.
+
+    Who does both grants nothing, and takes it.
+    """
+
+    async def scenario(mesh: Mesh) -> None:
+        num_blocks, block_size = 50_000, 16
+        await pair(mesh, {"num_blocks": num_blocks}, num_blocks=num_blocks)
+        await mesh.add(MixedService, "mixed-0", num_blocks=num_blocks)
+        most = max_granted_blocks(num_blocks) * block_size
+        assert most < num_blocks * block_size
+        records = {name: service.record().max_sequence_tokens for name, service in mesh.services.items()}
+        assert records == {"prefill-0": most, "decode-0": most, "mixed-0": num_blocks * block_size}
+        refused = await mesh.reserve(SamplingParams(max_tokens=most - len(PROMPT) + 1, seed=1))
+        assert refused.error.code is ErrorCode.PROMPT_TOO_LONG
+        reserved = await mesh.reserve(SamplingParams(max_tokens=most - len(PROMPT), seed=1))
+        assert len(reserved.grant.block_ids) * block_size == most
+        await mesh.release("decode", "decode-0")
         mesh.assert_empty()
 
     in_mesh(scenario)

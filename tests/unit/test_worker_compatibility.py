@@ -49,7 +49,7 @@ MOVES: dict[str, tuple[Any, ...]] = {
     "transport": tuple(Transport),
     "transport_host": ("127.0.0.1", "0.0.0.0", ""),
     "transport_advertise_host": ("", "node-1"),
-    "max_step_tokens": (512, 31),
+    "max_step_tokens": (512, 31, 1_677_529, 1_677_530),
 }
 GUESSES: dict[str, tuple[Any, ...]] = {
     "role": tuple(WorkerRole),
@@ -130,6 +130,7 @@ def broken(row: dict[str, Any]) -> set[Rule]:
         Rule.LAYERWISE: bool(at.get("layerwise_kv_sharding")),
         Rule.DEVICE: at.get("device", "cpu") != "cpu",
         Rule.STEP: at.get("max_step_tokens", 512) < at["num_slots"],
+        Rule.STEP_MESSAGE: at.get("max_step_tokens", 512) > 1_677_529,
         Rule.WHOLE_PROMPTS: role == "mixed" and not pieces and bool(at.get("reserve_output_tokens")),
         Rule.PULL_ONLY: role == "decode"
         and not pulls

@@ -96,6 +96,15 @@ def settings(**values: Any) -> WorkerSettings:
             "raise it, or lower num_slots",
         ),
         (
+            P,
+            {"max_step_tokens": 1_677_530},
+            Rule.STEP_MESSAGE,
+            "max_step_tokens",
+            "1677530",
+            "at most 1677529 with num_slots = 32: a rank is told of a step in one message",
+            "lower it, or num_slots",
+        ),
+        (
             M,
             {"chunked_prefill": False, "reserve_output_tokens": 8},
             Rule.WHOLE_PROMPTS,

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from common.engine.port import EngineDeadError
+from common.engine.port import EngineDeadError, EngineError
+from common.engine.ranks.datagrams import MAX_DATAGRAM_BYTES, Joiner, split
 from common.engine.ranks.link_reports import LinkReports
 from common.engine.transfer.pull_reports import Pulls
-from contracts.errors import CodecError
+from contracts.errors import CodecError, ErrorCode
 from contracts.rank import (
-    MAX_RANK_MESSAGE_BYTES,
     Done,
     PartPushed,
     PeerLinked,
@@ -58,6 +58,7 @@ class RankChannels:
     def __init__(self, size: int, how_ended: Callable[[int], str] = lambda _rank: "ended") -> None:
         self._how_ended = how_ended
         self._connections: list[socket.socket] = []
+        self._joiners = [Joiner() for _ in range(size)]
         self._pending: list[deque[_Ask]] = [deque() for _ in range(size)]
         self._turn = asyncio.Lock()
         # Reports are taken in even when nobody reads: a rank must not block on a slow reader. Beyond the bound the ranks are dead.
@@ -76,7 +77,10 @@ class RankChannels:
             loop.add_reader(connection, self._read, rank)
 
     async def ask(self, commands: Sequence[RankCommand], timeout_s: float) -> tuple[RankAnswer, ...]:
-        """Send each rank its command; the answer of each. Raises `EngineDeadError`, `CodecError` for a command that is too long."""
+        """Send each rank its command; the answer of each.
+
+        Raises `EngineDeadError`, and `EngineError` for a command that is too long: no rank has got it then.
+        """
         (answers,) = await self.ask_in_turn([commands], timeout_s)
         return answers
 
@@ -94,8 +98,7 @@ class RankChannels:
         try:
             async with asyncio.timeout(timeout_s):
                 self.check_alive()
-                messages = [encode(command) for command in commands]
-                for rank, message in enumerate(messages):
+                for rank, message in enumerate(_encoded(commands)):
                     # From here on the answer will come, whether somebody still waits for it or not.
                     self._pending[rank].append(ask)
                     await self._send(rank, message)
@@ -125,7 +128,8 @@ class RankChannels:
         """Tell every rank to leave, and take no answers any more. Nothing waits for them."""
         for connection in self._connections:
             try:
-                connection.send(encode(StopRank()))
+                for datagram in split(encode(StopRank())):
+                    connection.send(datagram)
             except OSError:
                 continue  # it has ended already, or is stuck and will be killed
         self.die("the engine was stopped")
@@ -160,7 +164,8 @@ class RankChannels:
 
     async def _send(self, rank: int, message: bytes) -> None:
         try:
-            await asyncio.get_running_loop().sock_sendall(self._connections[rank], message)
+            for datagram in split(message):
+                await asyncio.get_running_loop().sock_sendall(self._connections[rank], datagram)
         except OSError as error:
             self.die(f"rank {rank} {self._how_ended(rank)}")
             raise EngineDeadError(self._death or "") from error
@@ -173,7 +178,7 @@ class RankChannels:
         """Take in what a rank has sent; called by the event loop."""
         while True:
             try:
-                data = self._connections[rank].recv(MAX_RANK_MESSAGE_BYTES)
+                data = self._connections[rank].recv(MAX_DATAGRAM_BYTES)
             except BlockingIOError:
                 return
             except OSError:
@@ -182,7 +187,10 @@ class RankChannels:
                 self.die(f"rank {rank} {self._how_ended(rank)}")
                 return
             try:
-                message = decode_message(data)
+                whole = self._joiners[rank].put(data)
+                if whole is None:
+                    continue
+                message = decode_message(whole)
                 match message:
                     case PartPushed():
                         self._pushes.put_nowait(message)
@@ -204,3 +212,11 @@ class RankChannels:
             queue.put_nowait(None)
             raise EngineDeadError(self._death or "")
         return report
+
+
+def _encoded(commands: Sequence[RankCommand]) -> list[bytes]:
+    """All messages before the first is sent: what cannot be sent to one rank is sent to none."""
+    try:
+        return [encode(command) for command in commands]
+    except CodecError as error:
+        raise EngineError(error.message, code=ErrorCode.INTERNAL) from error

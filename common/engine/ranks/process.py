@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,12 @@ from common.dataplane.port import DataPlane
 from common.engine.collectives.passed_fd import PassedFd
 from common.engine.collectives.port import Collectives
 from common.engine.collectives.shared_memory import SharedMemoryCollectives
+from common.engine.ranks.datagrams import MAX_DATAGRAM_BYTES, Joiner, split
 from common.engine.ranks.rank import Rank, RankPorts, error_info
 from common.engine.transfer.transports import open_data_plane
 from common.runtime.clock import Clock, SystemClock
 from contracts.errors import InvalidValueError
 from contracts.rank import (
-    MAX_RANK_MESSAGE_BYTES,
     CollectivesKind,
     Done,
     RankCommand,
@@ -55,14 +56,20 @@ def serve(connection: socket.socket, environment: RankEnvironment) -> None:
     """
     # A parent that no longer reads must not hold a rank for ever.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+    # Threads report beside the one that answers: the datagrams of one message stay together.
+    sending = threading.Lock()
+    joiner = Joiner()
 
     def send(message: RankMessage) -> None:
-        connection.send(encode(message))
+        data = encode(message)
+        with sending:
+            for datagram in split(data):
+                connection.send(datagram)
 
     rank: Rank | None = None
     number = -1
     try:
-        while (command := _receive(connection)) is not None:
+        while (command := _receive(connection, joiner)) is not None:
             if isinstance(command, StopRank):
                 send(Done(rank=number))
                 return
@@ -86,9 +93,12 @@ def serve(connection: socket.socket, environment: RankEnvironment) -> None:
         connection.close()
 
 
-def _receive(connection: socket.socket) -> RankCommand | None:
-    data = connection.recv(MAX_RANK_MESSAGE_BYTES)
-    return decode_command(data) if data else None
+def _receive(connection: socket.socket, joiner: Joiner) -> RankCommand | None:
+    while datagram := connection.recv(MAX_DATAGRAM_BYTES):
+        message = joiner.put(datagram)
+        if message is not None:
+            return decode_command(message)
+    return None
 
 
 def _start(command: StartRank, environment: RankEnvironment, send: Callable[[RankMessage], None]) -> Rank:

@@ -17,6 +17,7 @@ from common.worker.settings import ARRIVAL, DEFAULT_TRANSPORT_HOST, MTP, PulledR
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.pull import Transfer
+from contracts.rank import most_step_tokens
 from contracts.workers import WorkerRole
 
 DEVICES: Final = ("cpu",)
@@ -63,6 +64,7 @@ class Rule(StrEnum):
     DOUBLE_BUFFER = "no_graph_double_buffer"
     DEVICE = "device_is_known"
     STEP = "a_step_holds_every_sequence"
+    STEP_MESSAGE = "a_step_fits_into_a_message"
     WHOLE_PROMPTS = "whole_prompts_are_not_computed_again"
     DRAFT_HEAD = "mtp_needs_a_draft_head"
     GUESSES_FIT = "a_step_holds_a_token_and_its_guesses"
@@ -200,6 +202,10 @@ def _steps(case: _Case) -> Iterator[Refusal]:
     if settings.max_step_tokens < settings.num_slots:
         text = f"at least num_slots = {settings.num_slots}: every decoding sequence has a token in every step"
         yield _refuse(case, Rule.STEP, "max_step_tokens", text, "raise it, or lower num_slots")
+    most = most_step_tokens(settings.num_slots)
+    if settings.max_step_tokens > most:
+        text = f"at most {max(0, most)} with num_slots = {settings.num_slots}: a rank is told of a step in one message"
+        yield _refuse(case, Rule.STEP_MESSAGE, "max_step_tokens", text, "lower it, or num_slots")
     is_whole = case.role is WorkerRole.MIXED and not is_prefill_chunked(settings, case.role)
     if is_whole and settings.reserve_output_tokens:
         text = "0 without chunked_prefill: one that gave way is computed again with its answer, which may not fit into a step"
