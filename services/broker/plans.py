@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -30,6 +33,17 @@ class PairPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 _NOTHING: Final = PairPlan(planned=(), block_size=1)
 
+Pair = tuple[WorkerRef, WorkerRef]
+
+
+@dataclass(slots=True, eq=False)
+class _Meeting:
+    """A pair that is being described, one after the other for all who ask. What came of it is kept unless a worker left meanwhile."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_waiting: int = 0
+    is_dropped: bool = False
+
 
 class Plans:
     """The plans of all pairs. A refusal is kept like a plan: nothing about the pair changes until one of them restarts."""
@@ -40,8 +54,8 @@ class Plans:
         self._timeout_s = timeout_s
         self._offload = offload
         self._manifests: dict[WorkerRef, tuple[RankManifest, ...]] = {}
-        self._plans: dict[tuple[WorkerRef, WorkerRef], PairPlan | PdmeshError] = {}
-        self._locks: dict[tuple[WorkerRef, WorkerRef], asyncio.Lock] = {}
+        self._plans: dict[Pair, PairPlan | PdmeshError] = {}
+        self._meetings: dict[Pair, _Meeting] = {}
         self.verdicts = LinkVerdicts()
         """What `PD_LINKS` says of pairs: who watches it feeds this."""
 
@@ -49,6 +63,11 @@ class Plans:
     def num_pairs(self) -> int:
         """How many pairs have been compiled or refused."""
         return len(self._plans)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept, of any pair or worker."""
+        return not (self._plans or self._manifests or self._meetings)
 
     async def for_route(self, route: Route, deadline: Deadline, *, under_way: bool = False) -> PairPlan:
         """What is owed on a route: nothing on a mixed one, where nothing is handed over. Raises what `between` raises."""
@@ -68,37 +87,61 @@ class Plans:
         pair = (prefill, decode)
         if not under_way:
             self.verdicts.check(prefill, decode, subjects.link_key(prefill.worker_id, decode.worker_id))
-        if pair not in self._plans:
-            lock = self._locks.setdefault(pair, asyncio.Lock())
-            try:
-                async with deadline.timeout(), lock:
-                    if pair not in self._plans:
-                        self._plans[pair] = await self._compile(prefill, decode, deadline.capped(self._timeout_s))
-            except TimeoutError as error:
-                text = f"{prefill.worker_id} and {decode.worker_id} were not described in time"
-                raise PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
-        found = self._plans[pair]
+        try:
+            found = self._plans.get(pair) or await self._met(pair, deadline)
+        except TimeoutError as error:
+            text = f"{prefill.worker_id} and {decode.worker_id} were not described in time"
+            raise PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
         if isinstance(found, PdmeshError):
             raise PdmeshError(found.message, code=found.code, param=found.param)
         return found
 
     def drop(self, worker: WorkerRef) -> None:
-        """Forget everything about one start of a worker."""
+        """Forget everything about one start of a worker, also what is being found out now."""
         self.verdicts.drop(worker)
         self._manifests.pop(worker, None)
         self._plans = {pair: kept for pair, kept in self._plans.items() if worker not in pair}
-        self._locks = {pair: lock for pair, lock in self._locks.items() if worker not in pair}
+        for pair, meeting in self._meetings.items():
+            if worker in pair:
+                meeting.is_dropped = True
+        self._meetings = {pair: meeting for pair, meeting in self._meetings.items() if worker not in pair}
 
-    async def _compile(self, prefill: WorkerRef, decode: WorkerRef, deadline: Deadline) -> PairPlan | PdmeshError:
-        source = await self._describe(WorkerRole.PREFILL, prefill, deadline)
-        destination = await self._describe(WorkerRole.DECODE, decode, deadline)
+    async def _met(self, pair: Pair, deadline: Deadline) -> PairPlan | PdmeshError:
+        """What comes of describing a pair to each other; whoever waits for the same pair gets the same. Raises TimeoutError, too."""
+        with self._meeting(pair) as meeting:
+            async with deadline.timeout(), meeting.lock:
+                found = self._plans.get(pair)
+                if found is None:
+                    found = await self._compile(pair, meeting, deadline.capped(self._timeout_s))
+                    if not meeting.is_dropped:
+                        self._plans[pair] = found
+        return found
+
+    @contextmanager
+    def _meeting(self, pair: Pair) -> Iterator[_Meeting]:
+        """The pair's meeting, which is over when nobody waits for it any more: a router may name pairs that do not exist."""
+        meeting = self._meetings.setdefault(pair, _Meeting())
+        meeting.num_waiting += 1
+        try:
+            yield meeting
+        finally:
+            meeting.num_waiting -= 1
+            if not meeting.num_waiting and self._meetings.get(pair) is meeting:
+                del self._meetings[pair]
+
+    async def _compile(self, pair: Pair, meeting: _Meeting, deadline: Deadline) -> PairPlan | PdmeshError:
+        prefill, decode = pair
+        source = await self._describe(WorkerRole.PREFILL, prefill, meeting, deadline)
+        destination = await self._describe(WorkerRole.DECODE, decode, meeting, deadline)
         try:
             compiled = await self._offload(lambda: plan(source, destination))
         except PdmeshError as error:
             return error
         return PairPlan(planned=compiled.parts, block_size=source[0].block_size)
 
-    async def _describe(self, role: WorkerRole, worker: WorkerRef, deadline: Deadline) -> tuple[RankManifest, ...]:
+    async def _describe(
+        self, role: WorkerRole, worker: WorkerRef, meeting: _Meeting, deadline: Deadline
+    ) -> tuple[RankManifest, ...]:
         """The manifests of the ranks of replica 0, one message a rank: all replicas of a worker are laid out alike."""
         if worker in self._manifests:
             return self._manifests[worker]
@@ -115,5 +158,7 @@ class Plans:
                 raise PdmeshError(text, code=ErrorCode.INCARNATION_CHANGED)
             manifests.append(answer.manifest)
             num_ranks = answer.manifest.coordinates.tp_size
-        self._manifests[worker] = tuple(manifests)
-        return self._manifests[worker]
+        found = tuple(manifests)
+        if not meeting.is_dropped:
+            self._manifests[worker] = found
+        return found
