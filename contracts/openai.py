@@ -1,7 +1,8 @@
 """The part of the OpenAI HTTP interface that the router speaks: what clients send and what they get back.
 
-Requests: unknown fields are ignored, but for slips of the pen; fields that are known but not built are typed `Any`, so that the
-router can refuse them by name; `null` always means "not given". Answers: fields that are `UNSET` are left out of the JSON.
+Requests: unknown fields are ignored, but for slips of the pen, and so are labels and hints that ask for nothing of an answer (`user`,
+`metadata`, `safety_identifier`, `prompt_cache_...`); fields that are known but not built are typed `Any`, so that the router can refuse
+them by name; `null` always means "not given". Answers: fields that are `UNSET` are left out of the JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+    include_obfuscation: Any = None
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +96,10 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: Any = None
+    tool_call_id: Any = None
     function_call: Any = None
+    refusal: Any = None
+    audio: Any = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
@@ -105,12 +111,17 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     top_logprobs: Any = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
     reasoning_effort: Any = None
+    verbosity: Any = None
+    store: Any = None
+    service_tier: Any = None
+    moderation: Any = None
     web_search_options: Any = None
     documents: Any = None
     chat_template: Any = None

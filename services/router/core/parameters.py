@@ -73,6 +73,8 @@ def read_parameters(request: CompletionRequest | ChatRequest) -> Ask:
     options = request.stream_options
     if options is not None and not request.stream:
         raise InvalidValueError(field="stream_options", value="an object", rule="only with stream set to true")
+    if options is not None:
+        refuse_unsupported(options, prefix="stream_options.")
     top_k = _integer("top_k", request.top_k, default=0, least=-1)
     return Ask(
         n=n,

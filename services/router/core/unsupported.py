@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from contracts.errors import ErrorCode, PdmeshError
-from contracts.openai import ChatMessage, ChatRequest, CompletionRequest
+from contracts.openai import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
 
 _OFF: Final = (False,)
 _EMPTY: Final[tuple[Any, ...]] = ([], {})
@@ -43,24 +43,34 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "top_logprobs": (0,),
     "tools": _EMPTY,
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": _EMPTY,
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "store": _OFF,
+    "service_tier": ("auto", "default"),
+    "moderation": (),
     "web_search_options": (),
     "documents": _EMPTY,
     "chat_template": (),
     "add_generation_prompt": (True,),
     "continue_final_message": _OFF,
     "tool_calls": _EMPTY,
+    "tool_call_id": (),
+    "refusal": ("",),
+    "include_obfuscation": _OFF,
 }
-"""Field -> values that ask for nothing. `null` always does. Qwen's tokenizers add no special tokens, so that either
-value of `add_special_tokens` is met."""
+"""Field -> values that ask for nothing. `null` always does. There are no tools to call, in parallel or not, and Qwen's tokenizers add no special tokens, so that
+either value of `parallel_tool_calls` and of `add_special_tokens` is met."""
 
 
-def refuse_unsupported(request: CompletionRequest | ChatRequest | ChatMessage, *, prefix: str = "") -> None:
+def refuse_unsupported(
+    request: CompletionRequest | ChatRequest | ChatMessage | StreamOptions, *, prefix: str = ""
+) -> None:
     """Raise `PdmeshError` (`unsupported_parameter`) naming the first field that asks for something that is not built."""
     for field, neutral in _not_built(type(request)):
         value = getattr(request, field)
