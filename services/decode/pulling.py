@@ -29,6 +29,7 @@ from contracts.manifest import Role
 from contracts.pull import PullEnded, ShardPull, ShardState
 from contracts.rank_pull import PullReport, PullShards, ShardPulled
 from contracts.requests import WorkerRef
+from services.decode.core.link_refusal import refuse_unlinked
 from services.decode.core.pulled_parts import PulledParts
 from services.decode.core.source_check import refuse_source
 from services.decode.pull_metrics import PullMetrics
@@ -130,7 +131,9 @@ class Pulls:
             except EngineDeadError:
                 raise
             except PdmeshError as error:
-                raise RefusedError(handoff_id, error.code, error.message) from error
+                own_id, source_id = self._ports.own.worker_id, pull.source.worker_id
+                refusal = refuse_unlinked(error.info, own_id, source_id, is_late=deadline.passed)
+                raise RefusedError(handoff_id, refusal.code, refusal.message) from error
             broken = refuse_source(command.source, pull.source, layout, sequence.num_prompt_tokens, block_size)
             if broken is not None:
                 raise RefusedError(handoff_id, ErrorCode.PROTOCOL, broken)

@@ -34,6 +34,7 @@ from contracts.rank import DrafterKind
 from contracts.requests import Accepted
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
+from services.decode.core.link_refusal import refuse_unlinked
 from services.decode.pulling import PullPorts, Pulls
 from services.decode.sources import Sources
 from services.decode.verification import CacheVerification
@@ -141,7 +142,7 @@ class DecodeService(GeneratingService):
         wanted_until = Deadline.from_remaining_ms(self.clock, command.timeout_ms)
         wait_until = wanted_until.capped(self.settings.reserve_wait_s)
         if self.settings.pulled:
-            await self._link(command, wait_until)
+            await self._link(command, wait_until, wanted_until)
         placed = await self.replicas.line.wait(handoff_id, need, wait_until)
         if self.table.is_buried(handoff_id):
             if placed is not None:
@@ -168,15 +169,16 @@ class DecodeService(GeneratingService):
             self.replicas.line.serve()
             raise RefusedError(handoff_id, error.code, error.message) from error
 
-    async def _link(self, command: ReserveDecode, deadline: Deadline) -> None:
+    async def _link(self, command: ReserveDecode, wait_until: Deadline, wanted_until: Deadline) -> None:
         """Refuse what could not be pulled later, before memory is taken and a prompt computed for it."""
         try:
-            await self._sources.linked(command.source, deadline)
+            await self._sources.linked(command.source, wait_until)
         except EngineDeadError:
             raise
         except PdmeshError as error:
-            text = f"{self.settings.worker_id} cannot read from {command.source.worker_id}: {error.message}"
-            raise RefusedError(command.handoff_id, error.code, text) from error
+            own_id, source_id = self.settings.worker_id, command.source.worker_id
+            refusal = refuse_unlinked(error.info, own_id, source_id, is_late=wanted_until.passed)
+            raise RefusedError(command.handoff_id, refusal.code, refusal.message) from error
 
     def _why_no_room(self, num_tokens: int) -> str:
         pools = [replica.pool for replica in self.replicas]

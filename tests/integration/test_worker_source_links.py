@@ -1,0 +1,72 @@
+"""A decode worker that pulls, and whose source cannot be linked, or not linked anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.engine.port import EngineError
+from common.worker.core.doubts import MAX_FAILED_IN_A_ROW
+from contracts.errors import ErrorCode
+from contracts.handoff import Reserved
+from contracts.requests import Refused, WorkerRef
+from services.prefill.service import PrefillService
+from tests.integration.pulling_pair import computed, engine_of, pulling_pair, release
+from tests.integration.worker_world import Mesh, in_mesh
+
+
+@pytest.mark.parametrize(
+    ("timeout_ms", "code"), [(60_000, ErrorCode.TRANSFER_FAILED), (1_000, ErrorCode.DEADLINE_EXCEEDED)]
+)
+def test_a_source_that_swallows_what_is_said_to_it_costs_no_request_its_time(timeout_ms: int, code: ErrorCode) -> None:
+    """A wait for a link that is over is no deadline of the request, which goes to another source; its own deadline is."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pulling_pair(mesh)
+        engine = engine_of(mesh)
+
+        async def swallowed(peer: WorkerRef, ranks: Any) -> None:
+            del peer, ranks
+            await mesh.clock.sleep(10.0)
+            raise EngineError("rank 0: no answer within 10 s", code=ErrorCode.DEADLINE_EXCEEDED)
+
+        engine.link_source = swallowed  # type: ignore[method-assign]  # as over a network that drops packets
+        await mesh.add(PrefillService, "prefill-1", tp=2)
+        source = WorkerRef(worker_id="prefill-1", incarnation="i-prefill-1")
+        began = mesh.clock.monotonic()
+        answer = await mesh.reserve(source=source, timeout_ms=timeout_ms)
+        assert isinstance(answer, Refused)
+        assert answer.error.code is code
+        assert answer.error.message.startswith("decode-0 cannot read from prefill-1: ")
+        assert mesh.clock.monotonic() - began == pytest.approx(min(4.0, timeout_ms / 1000), abs=0.1)
+        assert isinstance(await mesh.reserve(), Reserved), "another source"
+        await mesh.release("decode", "decode-0")
+
+    in_mesh(scenario)
+
+
+def test_a_pull_whose_source_cannot_be_linked_anew_is_tried_elsewhere() -> None:
+    """It was linked when the memory was reserved; what becomes of the new link is no deadline of the request either."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await pulling_pair(mesh)
+        engine = engine_of(mesh)
+        source = await computed(mesh)
+
+        async def swallowed(peer: WorkerRef, ranks: Any) -> None:
+            del peer, ranks
+            await mesh.clock.sleep(1.0)
+            raise EngineError("rank 0: no answer", code=ErrorCode.DEADLINE_EXCEEDED)
+
+        engine.link_source = swallowed  # type: ignore[method-assign]  # as over a network that drops packets
+        for _ in range(MAX_FAILED_IN_A_ROW):
+            service._sources.pull_failed(WorkerRef(worker_id="prefill-0", incarnation="i-prefill-0"))
+        answer = await mesh.pull(source)
+        assert isinstance(answer, Refused)
+        assert answer.error.code is ErrorCode.TRANSFER_FAILED
+        assert answer.error.message == "decode-0 cannot read from prefill-0: rank 0: no answer"
+        await release(mesh)
+        mesh.assert_empty()
+
+    in_mesh(scenario)
