@@ -6,13 +6,13 @@ import argparse
 import sys
 
 from tests.simulation.campaign import Campaign, run_campaign
-from tests.simulation.coverage import coverage_lines
+from tests.simulation.coverage import coverage_lines, owed
 from tests.simulation.schedule import make_schedule
 from tests.simulation.simulate import simulate
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 1 when an invariant was broken."""
+    """Returns the exit status: 1 when an invariant was broken, or when so many schedules missed what they must have reached."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("seed", type=int, nargs="?", help="replay this one, and print what happens")
     parser.add_argument("--count", type=int, default=1000, help="how many schedules to run without a SEED")
@@ -33,7 +33,10 @@ def main(argv: list[str]) -> int:
     print(file=sys.stderr)
     print(f"{total.num_schedules} schedules in {total.seconds:.1f} s, {len(total.failures)} failed")
     print("\n".join(coverage_lines(total.pairs, total.seen)))
-    return 1 if total.failures else 0
+    missed = owed(total.num_schedules, set(total.pairs))
+    if missed:
+        print(f"{total.num_schedules} schedules must reach every pair that can be reached; {len(missed)} were not")
+    return 1 if total.failures or missed else 0
 
 
 def _replay(seed: int) -> int:

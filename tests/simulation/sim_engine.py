@@ -52,6 +52,7 @@ class SimulatedEngine(FakeEngine):
         )
         self.__dict__["reads"] = SimulatedReads(plane)
         self._by_head = plan.role != "prefill" and plan.guesses.depth > 0 and plan.guesses.drafter is DrafterKind.MTP
+        self._shares = plan.dcp > 1
         self._plane = plane
         self._ref = WorkerRef(worker_id=plan.worker_id, incarnation=incarnation)
         self.memory = plane.add(self._ref, dp_rank, BLOCK_SIZE)
@@ -214,6 +215,8 @@ class SimulatedEngine(FakeEngine):
             plane.verdicts.broken("I3", text)
         if item.bootstrap:
             plane.verdicts.saw("takeover_with_draft")
+        if self._shares:
+            plane.verdicts.saw("takeover_by_ranks_that_share")
         missing = self.memory.missing(owner, *planned)
         if missing:
             plane.verdicts.broken("I3", f"{handoff_id} was begun without {missing}")

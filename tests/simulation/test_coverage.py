@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
@@ -16,7 +16,17 @@ from contracts.workers import WorkerRole
 from services.broker.core import events as ev
 from services.broker.core.handoff import Handoff
 from services.broker.core.step import step
-from tests.simulation.coverage import UNREACHABLE, Pair, coverage_lines, every_pair, never_reached, pair_of
+from tests.simulation import __main__ as command
+from tests.simulation.campaign import Campaign
+from tests.simulation.coverage import (
+    ENOUGH_SCHEDULES,
+    UNREACHABLE,
+    Pair,
+    coverage_lines,
+    every_pair,
+    never_reached,
+    pair_of,
+)
 from tests.unit.broker_steps import adopted, adopting, record, reserved, reserving
 
 _LOST: Final = ErrorInfo(code=ErrorCode.WORKER_LOST, message="nobody listens")
@@ -113,6 +123,32 @@ def test_a_campaign_says_what_it_missed() -> None:
     assert "134 of 135 pairs" in lines[0]
     assert [line.strip() for line in lines if "never reached" in line] == ["never reached: committed, RecordConflict"]
     assert lines[-1].split() == ["7", "takeover"]
+
+
+@pytest.mark.parametrize(
+    ("num_schedules", "misses", "failures", "status"),
+    [
+        (ENOUGH_SCHEDULES, True, {}, 1),
+        (ENOUGH_SCHEDULES, False, {}, 0),
+        (ENOUGH_SCHEDULES - 1, True, {}, 0),
+        (ENOUGH_SCHEDULES - 1, True, {7: ["I1"]}, 1),
+    ],
+)
+def test_a_large_campaign_fails_for_what_it_missed(
+    monkeypatch: pytest.MonkeyPatch, num_schedules: int, misses: bool, failures: dict[int, list[str]], status: int
+) -> None:
+    """The exit status says so, and that an invariant was broken; a small one cannot reach everything."""
+    reached = Counter(dict.fromkeys(never_reached(set()), 1))
+    if misses:
+        del reached["committed", "RecordConflict"]
+    found = Campaign(num_schedules=num_schedules, failures=failures, pairs=reached)
+
+    def run_campaign(_seeds: range, *, jobs: int) -> Iterator[Campaign]:
+        assert jobs == 1
+        yield found
+
+    monkeypatch.setattr(command, "run_campaign", run_campaign)
+    assert command.main(["--jobs", "1"]) == status
 
 
 def test_what_comes_after_a_handoff_made_way_is_no_pair() -> None:

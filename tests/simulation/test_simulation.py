@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.campaign import Campaign, run_batch, run_campaign
+from tests.simulation.coverage import owed
 from tests.simulation.planted_faults import PLANTS, Plant
 from tests.simulation.simulate import simulate
 
@@ -16,11 +17,12 @@ _QUICK = {"commit with an open ledger", "return memory twice"}
 
 
 def test_no_invariant_is_broken_in_a_sample_of_schedules() -> None:
-    """Crashes, freezes, partitions, outages, noise and bad links: the seeds of the sample end as they should."""
+    """Crashes, freezes, partitions, outages, noise and bad links: the seeds of the sample end as they should, with dcp, too."""
     found = run_batch(range(NUM_SAMPLED))
     assert found.failures == {}
     assert found.seen["takeover"] > NUM_SAMPLED
     assert found.seen["request:length"] > NUM_SAMPLED
+    assert found.seen["takeover_by_ranks_that_share"] > 0, "no schedule of the sample has shown anything about dcp"
 
 
 def test_a_seed_gives_the_same_run_again() -> None:
@@ -58,8 +60,9 @@ def test_a_data_plane_that_lets_stale_writes_in_is_found() -> None:
 
 @pytest.mark.long
 def test_a_hundred_thousand_schedules() -> None:
-    """The same as the sample, for all of them, in two processes."""
+    """The same as the sample, for all of them, in two processes; and every pair that can be reached was reached."""
     total = Campaign()
     for total in run_campaign(range(FIRST_LONG_SEED, FIRST_LONG_SEED + NUM_LONG), jobs=2):
         assert total.failures == {}
     assert total.num_schedules == NUM_LONG
+    assert owed(NUM_LONG, set(total.pairs)) == []
