@@ -15,6 +15,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -29,6 +30,9 @@ MAX_CONNECTIONS: Final = 4096
 MAX_MESSAGE_BYTES: Final = 4096
 _MAX_PATH_BYTES: Final = 107
 _PREFIX: Final = "dp-"
+_STARTING_S: Final = 60.0
+"""How long a socket may stand under its hidden name: a process that starts takes no time from there to its real one."""
+_NAP_S: Final = 0.01
 _CREDENTIALS: Final = struct.Struct("iII")
 
 
@@ -60,7 +64,8 @@ class FdServer:
             raise DataPlaneError(text) from error
         name = f"{_PREFIX}{os.urandom(6).hex()}.sock"
         self.path: Final = directory / name
-        if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
+        hidden = directory / f".{name}"
+        if len(os.fsencode(hidden)) > _MAX_PATH_BYTES:
             raise DataPlaneError(
                 f"socket directory: {str(directory)!r} is too long; a socket's path has at most {_MAX_PATH_BYTES} bytes"
             )
@@ -69,11 +74,16 @@ class FdServer:
         self._guard = threading.Lock()
         self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        hidden = directory / f".{name}"
-        self._listener.bind(os.fspath(hidden))
-        self._listener.listen(128)
-        # Seen under its name only when it listens: otherwise another starting process would take it for a dead one's.
-        hidden.rename(self.path)
+        try:
+            self._listener.bind(os.fspath(hidden))
+            self._listener.listen(128)
+            # Seen under its name only when it listens: otherwise another starting process would take it for a dead one's.
+            hidden.rename(self.path)
+            _remove_unfinished_sockets(directory, self.path.lstat().st_mtime - _STARTING_S)
+        except OSError as error:
+            self._listener.close()
+            text = f"socket directory (transport_dir): no socket can be made in {str(directory)!r}: {error.strerror}"
+            raise DataPlaneError(text) from error
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -119,8 +129,11 @@ class FdServer:
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # it went away
         except OSError:
-            return  # it went away, or descriptors ran out: the next event tries again
+            time.sleep(_NAP_S)  # descriptors ran out: one may become free, and the next event comes at once
+            return
         raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(raw)
         if uid != os.geteuid() or len(self._clients) >= MAX_CONNECTIONS:
@@ -148,23 +161,30 @@ class FdServer:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._send(client, RegionReply(error=f"not a request: {error}"), None)
             return False
-        with self._guard:
-            fd = self._fds.get(request)
-            if fd is not None:
-                self._clients[client] = request
-                # Opened anew: a client that forgets to do so must not share the owner's locks.
-                copy = reopen(fd)
-        if fd is None:
-            self._send(
-                client,
-                RegionReply(error=f"no region {request.region_id!r} of incarnation {request.incarnation!r} here"),
-                None,
-            )
+        try:
+            copy = self._open(client, request)
+        except OSError as error:  # descriptors ran out
+            self._send(client, RegionReply(error=f"the region cannot be opened: {error.strerror}"), None)
+            return False
+        if copy is None:
+            text = f"no region {request.region_id!r} of incarnation {request.incarnation!r} here"
+            self._send(client, RegionReply(error=text), None)
             return False
         try:
             return self._send(client, RegionReply(), copy)
         finally:
             os.close(copy)
+
+    def _open(self, client: socket.socket, request: RegionRequest) -> int | None:
+        """A descriptor of the region that is asked for; None if it is not here."""
+        with self._guard:
+            fd = self._fds.get(request)
+            if fd is None:
+                return None
+            # Opened anew: a client that forgets to do so must not share the owner's locks.
+            copy = reopen(fd)
+            self._clients[client] = request
+            return copy
 
     @staticmethod
     def _send(client: socket.socket, reply: RegionReply, fd: int | None) -> bool:
@@ -199,6 +219,15 @@ def remove_dead_sockets(directory: Path) -> None:
                     probe.connect(os.fspath(path))
                 except ConnectionRefusedError:
                     path.unlink(missing_ok=True)
+
+
+def _remove_unfinished_sockets(directory: Path, before: float) -> None:
+    """Remove what processes left that were killed while they started: nobody listens yet, so that only its age tells it from another's."""
+    for path in directory.glob(f".{_PREFIX}*.sock"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if stat.S_ISSOCK(status.st_mode) and status.st_mtime < before:
+                path.unlink(missing_ok=True)
 
 
 def request_fd(
