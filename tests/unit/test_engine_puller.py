@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -40,6 +41,24 @@ from tests.unit.pulling_rank import (
 )
 
 
+class Leisurely(threading.Condition):
+    """Whoever made it goes on only `after` something, when it has let go of the lock for the first time."""
+
+    def __init__(self, after: Callable[[], object]) -> None:
+        super().__init__()
+        self._after = after
+        self._owner = threading.get_ident()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let go, and wait."""
+        super().__exit__(kind, error, trace)
+        if threading.get_ident() == self._owner:
+            self._owner = 0
+            self._after()
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     """A world without threads in the end."""
@@ -50,6 +69,20 @@ def world() -> Iterator[World]:
     for thread in left:  # one that found nothing left to do is on its way out
         thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in left)
+
+
+def test_a_pull_that_is_over_before_its_beginning_returns_ends_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads the last shard concludes, however late the rank's thread looks again: one merge of each role, one end."""
+    found: list[PullReport] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(world.puller, "_changed", Leisurely(lambda: found.extend(world.told())))
+        world.begin()
+    while not world.reports.empty():
+        found.append(world.reports.get())
+    assert sum(isinstance(report, PullStopped) for report in found) == 1
+    assert sorted(report.role for report in found if isinstance(report, RoleMerged)) == [Role.CONV, Role.SSM]
 
 
 def test_shards_are_read_side_by_side(world: World) -> None:

@@ -41,7 +41,7 @@ class Pulling:
         self._reports.append(report)
         for observe in self._observers:
             observe(report)
-        if len(self._of(PullStopped)) == self._num_ranks and not self.ended.done():
+        if not self.silent_ranks() and not self.ended.done():
             self.ended.set_result(self._result())
 
     def silent_ranks(self) -> list[int]:

@@ -102,8 +102,8 @@ class Puller:
             for _ in range(len(pull.waiting) if command.parallel else min(1, len(pull.waiting))):
                 self._ready.append((pull, pull.waiting.popleft()))
             self._start_threads()
-        if not pull.num_left:
-            self._conclude(pull)
+        if not pull.num_shards:
+            self._conclude(pull)  # not by what is left: whoever has read the last shard meanwhile has concluded it
 
     def drop(self, seqs: Iterable[int]) -> None:
         """Give up the pulls of sequences: what has not begun never does. What is under way goes on: see `wait_idle`."""
