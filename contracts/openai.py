@@ -227,15 +227,14 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong: `param` names the field at fault, `code` is one of `contracts.errors.ErrorCode`.
 
-    `request_id` is that of the header `x-request-id`: what becomes of an error in a log often is the body alone. It is left out
-    where no request was read.
+    `request_id` is that of the header `x-request-id`: what becomes of an error in a log often is the body alone.
     """
 
     message: str
     type: str
     param: str | None
     code: str
-    request_id: str | UnsetType = UNSET
+    request_id: str
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,10 +11,11 @@ from aiohttp.typedefs import Handler, Middleware
 
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
-from common.runtime.trace import new_trace, received, within
+from common.runtime.trace import within
 from contracts.errors import PdmeshError
 from contracts.requests import FinishReason
-from contracts.trace import TRACEPARENT, TRACESTATE, TraceContext
+from contracts.trace import TRACEPARENT, TraceContext
+from services.router.answer_headers import trace_of
 from services.router.http_errors import ERROR_CODE_KEY, REQUEST_ID_KEY
 from services.router.metrics import RouterMetrics
 
@@ -159,13 +160,14 @@ def accounting_middleware(metrics: RouterMetrics, clock: Clock, log: Log) -> Mid
 
     @web.middleware
     async def account_for(request: web.Request, handler: Handler) -> web.StreamResponse:
+        trace = trace_of(request)
         endpoint = _endpoint(request)
         if endpoint is None:
-            return await handler(request)
+            return _naming(trace, await handler(request))
         account = request[ACCOUNT_KEY] = Account(
             endpoint=endpoint, metrics=metrics, clock=clock, since=clock.monotonic()
         )
-        with within(_trace_of(request)) as trace:
+        with within(trace):
             try:
                 response = await handler(request)
             except (asyncio.CancelledError, ConnectionResetError):
@@ -175,9 +177,7 @@ def accounting_middleware(metrics: RouterMetrics, clock: Clock, log: Log) -> Mid
                 if account.error_code is None:
                     account.status = str(response.status)
                     account.error_code = request.get(ERROR_CODE_KEY)
-                if trace is not None and not response.prepared:
-                    response.headers[TRACEPARENT] = trace.traceparent
-                return response
+                return _naming(trace, response)
             finally:
                 account.close(log, client_request_id=request.get(REQUEST_ID_KEY, ""))
 
@@ -191,11 +191,11 @@ def _endpoint(request: web.Request) -> str | None:
     return None if path in _PROBES else _ENDPOINTS.get(path, _OTHER)
 
 
-def _trace_of(request: web.Request) -> TraceContext:
-    """The router's hop in the client's trace, or in a new one."""
-    headers = {TRACEPARENT: ",".join(request.headers.getall(TRACEPARENT, ()))}
-    headers[TRACESTATE] = ",".join(request.headers.getall(TRACESTATE, ()))
-    return received(headers) or new_trace()
+def _naming(trace: TraceContext, response: web.StreamResponse) -> web.StreamResponse:
+    """The response with the name of its trace; a stream has named it when it began."""
+    if not response.prepared:
+        response.headers[TRACEPARENT] = trace.traceparent
+    return response
 
 
 def _ms(seconds: float) -> float:

@@ -15,12 +15,13 @@ from common.runtime.trace import current_trace
 from contracts.errors import ErrorInfo
 from contracts.openai import Usage
 from contracts.trace import TRACEPARENT
+from services.router.answer_headers import REQUEST_ID
 from services.router.connection import Connection
 from services.router.core.answers import DONE, AnswerWriter, ChoicePiece, error_body, event
 from services.router.core.parameters import Ask
 from services.router.core.usage import UsageMeter
 from services.router.generation import Progress
-from services.router.http_errors import REQUEST_ID, REQUEST_ID_KEY
+from services.router.http_errors import REQUEST_ID_KEY
 from services.router.interruption import SlowReaderError
 
 _LAST_WORD_S: Final = 2.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any, Final, cast
 from aiohttp import web
 
 from contracts.errors import ErrorCode, ErrorInfo
+from contracts.trace import TRACEPARENT
+from services.router.answer_headers import REQUEST_ID, request_id_of, trace_of
 from services.router.core.answers import body, error_body
-from services.router.http_errors import REQUEST_ID
 
 SEND_BUFFER_BYTES: Final = 128 * 1024
 WRITE_BUFFER_BYTES: Final = 64 * 1024
@@ -102,8 +102,12 @@ class Connection(web.RequestHandler):
         else:
             self.log_exception("Error handling request", exc_info=exc)
             info = ErrorInfo(code=ErrorCode.INTERNAL, message="something went wrong inside the server")
-        request_id = secrets.token_hex(8)
-        headers = {"x-should-retry": "false", REQUEST_ID: request_id}
+        request_id = request_id_of(request)
+        headers = {
+            "x-should-retry": "false",
+            REQUEST_ID: request_id,
+            TRACEPARENT: trace_of(request).traceparent,
+        }
         response = web.Response(
             status=status, body=body(error_body(info, request_id)), headers=headers, content_type="application/json"
         )

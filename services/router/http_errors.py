@@ -1,7 +1,5 @@
-"""Errors as HTTP answers, for every path alike, and the request id that each answer carries."""
+"""Errors as HTTP answers, for every path alike, and the request id of every answer."""
 
-import re
-import secrets
 from collections.abc import Callable
 from typing import Final
 
@@ -11,9 +9,9 @@ from multidict import CIMultiDict
 
 from common.runtime.lifecycle import Log
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
+from services.router.answer_headers import REQUEST_ID, request_id_of
 from services.router.core.answers import body, error_body
 
-REQUEST_ID: Final = "x-request-id"
 REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
 ERROR_CODE_KEY: Final = web.RequestKey("error_code", str)
 """The code of the error with which a request was answered, for whoever counts."""
@@ -21,17 +19,7 @@ ERROR_CODE_KEY: Final = web.RequestKey("error_code", str)
 RetryAfter = Callable[[ErrorInfo], int]
 """Gives the seconds after which a client may come back that is turned away with an error."""
 
-_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._:/+=-]")
-_MAX_REQUEST_ID_CHARS: Final = 128
 _MAX_SHOWN_CHARS: Final = 200
-
-
-def client_request_id(request: web.BaseRequest) -> str:
-    """Return the client's own id of a request, made safe to be echoed and logged; empty if there is none.
-
-    It is an attribute and nothing more: ids that the mesh uses are always ours.
-    """
-    return _UNSAFE.sub("", request.headers.get(REQUEST_ID, ""))[:_MAX_REQUEST_ID_CHARS]
 
 
 def error_response(error: ErrorInfo, request_id: str, *, retry_after: RetryAfter) -> web.Response:
@@ -53,7 +41,7 @@ def error_middleware(log: Log, *, retry_after: RetryAfter) -> Middleware:
 
     @web.middleware
     async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request_id = request[REQUEST_ID_KEY] = client_request_id(request) or secrets.token_hex(8)
+        request_id = request[REQUEST_ID_KEY] = request_id_of(request)
         try:
             response = await handler(request)
         except PdmeshError as error:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 from aiohttp import web
 
 from common.runtime.lifecycle import Log
+from common.runtime.trace import new_trace
 from contracts.errors import ErrorCode, ErrorInfo
+from contracts.trace import TRACEPARENT
+from services.router.answer_headers import REQUEST_ID, new_request_id, request_id_of, trace_of
 from services.router.connection import Connection, ConnectionEvents
 from services.router.core.answers import body, error_body
-from services.router.http_errors import REQUEST_ID, client_request_id, translated
+from services.router.http_errors import translated
 from services.router.metrics import RouterMetrics
 from services.router.settings import RouterSettings
 
@@ -92,10 +94,12 @@ class _TooMany(asyncio.Protocol):
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
         message = f"{limit} connections are open; the rule is: at most {limit}"
-        answer = body(error_body(ErrorInfo(code=ErrorCode.OVERLOADED, message=message)))
+        request_id = new_request_id()
+        answer = body(error_body(ErrorInfo(code=ErrorCode.OVERLOADED, message=message), request_id))
         head = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            f"Retry-After: {retry_after_s}\r\nx-should-retry: true\r\nContent-Length: {len(answer)}\r\n\r\n"
+            f"Retry-After: {retry_after_s}\r\nx-should-retry: true\r\nContent-Length: {len(answer)}\r\n"
+            f"{REQUEST_ID}: {request_id}\r\n{TRACEPARENT}: {new_trace().traceparent}\r\n\r\n"
         )
         self._answer = head.encode() + answer
 
@@ -111,9 +115,10 @@ def _in_our_form(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except web.HTTPException as error:
-            request_id = client_request_id(request) or secrets.token_hex(8)
+            request_id = request_id_of(request)
             response = translated(request, error, request_id)
             response.headers[REQUEST_ID] = request_id
+            response.headers[TRACEPARENT] = trace_of(request).traceparent
             return response
 
     return handle

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from common.runtime.trace import new_trace
 from contracts.requests import SubmitRequest
+from contracts.trace import TRACEPARENT, read_trace
 from tests.integration.router_world import ANSWER, PATIENCE_S, Mesh, World, router_world
 
 PLAIN = {"model": "tiny", "prompt": "hello"}
@@ -71,10 +73,16 @@ async def rest_of(stream: Stream) -> bytes:
 
 
 def parsed(answer: bytes) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of an answer that was read to its end."""
+    """Status and JSON of an answer that was read to its end, which names its request and its trace, as every one does."""
     top, _, body = answer.partition(b"\r\n\r\n")
-    assert b"application/json" in top
-    return int(top.split(b" ")[1]), json.loads(body)
+    told = json.loads(body)
+    headers = dict(line.decode().split(": ", 1) for line in top.split(b"\r\n")[1:])
+    assert "application/json" in headers["Content-Type"]
+    assert read_trace(headers) is not None
+    assert headers["x-request-id"]
+    assert told.get("error", {}).get("request_id", headers["x-request-id"]) == headers["x-request-id"]
+    assert ("error" in told) == (b" 200 OK" not in top)
+    return int(top.split(b" ")[1]), told
 
 
 async def metric(world: World, name: str) -> float:
@@ -104,10 +112,8 @@ async def test_what_is_no_http_is_refused_in_the_form_of_every_other_error(tmp_p
         for name, data in MALFORMED.items():
             stream = await connect(world)
             stream[1].write(data)
-            told = await rest_of(stream)
-            status, answer = parsed(told)
+            status, answer = parsed(await rest_of(stream))
             assert (name, status, answer["error"]["code"]) == (name, 400, "invalid_request")
-            assert f"x-request-id: {answer['error']['request_id']}\r\n".encode() in told
             assert answer["error"]["type"] == "invalid_request_error"
             assert "aaaa" not in answer["error"]["message"]
         assert await metric(world, "malformed_requests_total") == len(MALFORMED)
@@ -120,10 +126,42 @@ async def test_an_expectation_that_is_not_met_is_refused_in_the_same_form(tmp_pa
     async with router_world(tmp_path) as world:
         stream = await connect(world)
         stream[1].write(f"GET {path} HTTP/1.1\r\nHost: x\r\nExpect: tea\r\nConnection: close\r\n\r\n".encode())
-        data = await rest_of(stream)
-        status, answer = parsed(data)
+        status, answer = parsed(await rest_of(stream))
         assert (status, answer["error"]["code"]) == (417, "invalid_request")
-        assert f"x-request-id: {answer['error']['request_id']}\r\n".encode() in data
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/health", 200),
+        ("GET", "/ready", 200),
+        ("GET", "/metrics", 200),
+        ("GET", "/v1/models", 200),
+        ("GET", "/no/such/path", 404),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/health with Expect", 417),
+    ],
+)
+async def test_every_answer_goes_on_with_the_names_that_its_client_gave(
+    tmp_path: Path, method: str, path: str, expected: int
+) -> None:
+    """The client's id and its trace, for probes and for what is refused early as well."""
+    client = new_trace()
+    asked = {"x-request-id": "mine", **client.headers}
+    if " " in path:
+        path, asked["Expect"] = path.split(" ", maxsplit=1)[0], "tea"
+    async with (
+        router_world(tmp_path) as world,
+        world.session.request(method, f"{world.url}{path}", headers=asked) as response,
+    ):
+        trace = read_trace({TRACEPARENT: response.headers[TRACEPARENT]})
+        assert trace is not None
+        assert (response.status, response.headers["x-request-id"], trace.trace_id) == (
+            expected,
+            "mine",
+            client.trace_id,
+        )
+        assert trace.span_id != client.span_id
 
 
 @pytest.mark.parametrize("trickling", [False, True])
@@ -209,10 +247,10 @@ async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
     """One after the other, whatever waits behind; what is no request after them ends the connection and not the router."""
     async with router_world(tmp_path) as world:
         reader, writer = await connect(world)
-        writer.write(HEALTH * 300 + b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(HEALTH * 150 + b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         async with asyncio.timeout(PATIENCE_S):
             answers = (await reader.readuntil(b'"object":"list"}')).split(b"HTTP/1.1 ")[1:]
-        assert [answer[:3] for answer in answers] == [b"200"] * 301
+        assert [answer[:3] for answer in answers] == [b"200"] * 151
         writer.write(b"\x00\r\n\r\n")
         assert parsed(await rest_of((reader, writer)))[0] == 400
         await assert_serves(world)

@@ -130,8 +130,8 @@ def test_whole_answers() -> None:
     ],
 )
 def test_an_error_is_of_the_type_that_clients_know(code: ErrorCode, kind: str) -> None:
-    """Message, field and code are our own."""
+    """Message, field, code and the id of the request are our own."""
     error = ErrorInfo(code=code, message="it failed", param="prompt")
-    assert json.loads(body(error_body(error))) == {
-        "error": {"message": "it failed", "type": kind, "param": "prompt", "code": str(code)}
+    assert json.loads(body(error_body(error, "id"))) == {
+        "error": {"message": "it failed", "type": kind, "param": "prompt", "code": str(code), "request_id": "id"}
     }

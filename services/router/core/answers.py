@@ -113,15 +113,15 @@ def event(answer: msgspec.Struct) -> bytes:
     return b"data: " + body(answer) + b"\n\n"
 
 
-def error_body(error: ErrorInfo, request_id: str = "") -> ErrorBody:
-    """Return an error as clients of the OpenAI interface read it; without an id there was no request."""
+def error_body(error: ErrorInfo, request_id: str) -> ErrorBody:
+    """Return an error as clients of the OpenAI interface read it; `request_id` is that of the answer's headers."""
     return ErrorBody(
         error=ErrorDetail(
             message=error.message,
             type=_type_of(error),
             param=error.param,
             code=str(error.code),
-            request_id=request_id or UNSET,
+            request_id=request_id,
         )
     )
 
