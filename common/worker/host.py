@@ -51,7 +51,7 @@ class WorkerHost:
             "cancels": service.run_cancels(cancels),
             "sweeps": service.run_sweeps(),
             "routers": service.routers.run(routers),
-            "router_ticks": service.routers.run_ticks(),
+            "router_ticks": service.routers.run_ticks(routers),
             "registration": self.registration.run(),
             "own_lease": self.registration.run_lease(),
             "quarantine": self._leave_when_overrun(),

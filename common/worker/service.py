@@ -27,7 +27,7 @@ from common.worker.core.effective import effective_of
 from common.worker.core.growth import Growth
 from common.worker.core.prompts import PromptBuffer
 from common.worker.core.scheduler import StepLimits
-from common.worker.core.sequence import Sequence
+from common.worker.core.sequence import Sequence, SequenceState
 from common.worker.core.step_mode import modes_of
 from common.worker.core.table import HandoffTable
 from common.worker.engine_loop import StepOutcome
@@ -139,7 +139,14 @@ class WorkerService(ABC):
             prompts=self.prompts,
             num_prefilled_tokens=lambda: self.work.num_prefilled_tokens,
         )
-        self.routers = RouterWatch(parts.bus, parts.clock, parts.log, self.refusals, on_gone=self._router_gone)
+        self.routers = RouterWatch(
+            parts.bus,
+            parts.clock,
+            parts.log,
+            self.refusals,
+            on_gone=self._router_gone,
+            on_heard=self._router_heard,
+        )
         self.live = LiveSettings(
             settings,
             self.role,
@@ -349,8 +356,18 @@ class WorkerService(ABC):
     def _router_gone(self, router_id: str) -> None:
         """Stop computing for it. Memory goes by release, or at its deadline."""
         for sequence in self.table.sequences:
-            if sequence.router_id == router_id:
+            if sequence.router_id == router_id and sequence.state is not SequenceState.HELD:
+                sequence.is_deserted = True
                 self.replicas.of(sequence).scheduler.hold(sequence)
+
+    async def _router_heard(self, router_id: str) -> None:
+        """It is there, or there again. What was stopped for it cannot go on here, and must not be waited for: it goes on elsewhere."""
+        deserted = tuple(each for each in self.table.sequences if each.router_id == router_id and each.is_deserted)
+        for sequence in deserted:
+            sequence.is_deserted = False
+        if deserted:
+            text = f"{self.settings.worker_id} had stopped it, because {router_id} had fallen silent and seemed gone"
+            await self.failed(deserted, ErrorInfo(code=ErrorCode.PREEMPTED, message=text))
 
     async def run_sweeps(self) -> None:
         """Once a second: end what is past its deadline and its grace, expire what is remembered, look at quarantine.

@@ -96,7 +96,7 @@ class DecodeService(GeneratingService):
             return {}
         return {
             "sources": self._sources.run(bucket),
-            "source_ticks": self._sources.run_ticks(),
+            "source_ticks": self._sources.run_ticks(bucket),
             "reports": self._pulls.run_reports(),
             "events": self._pulls.run_events(),
         }

@@ -11,13 +11,14 @@ from common.bus.heard import HeardTable
 from common.bus.port import Bucket, Bus, Entry, Snapshot
 from common.bus.refusals import Refusals
 from common.bus.silence import Silence
-from common.bus.storage import WORKER_TTL_S
+from common.bus.storage import WORKER_TTL_S, ttl_on
 from common.engine.port import EngineDeadError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.tasks import BoundedTasks
 from common.worker.core.doubts import Doubts
 from common.worker.describing import describe_worker
+from common.worker.last_look import take_gone
 from common.worker.replica_set import ReplicaSet
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.manifest import RankManifest
@@ -61,7 +62,7 @@ class Sources:
         self._replicas = replicas
         self._tasks = BoundedTasks(group, name="source", limit=2 * MAX_SOURCES)
         self._sources: dict[str, _Source] = {}
-        self._heard: HeardTable[WorkerRecord] = HeardTable(ttl_s=WORKER_TTL_S)
+        self._heard: HeardTable[WorkerRecord] = HeardTable(ttl_s=ttl_on(bus, WORKER_TTL_S))
         self._doubts = Doubts()
         self._silence = Silence(bus, clock, ttl_s=WORKER_TTL_S)
 
@@ -119,14 +120,13 @@ class Sources:
                     case Entry():
                         self._see(change)
 
-    async def run_ticks(self) -> None:
+    async def run_ticks(self, bucket: Bucket) -> None:
         """Let go of sources that have fallen silent. See `Silence` for when that can be told."""
         while True:
             await self._clock.sleep(_TICK_S)
-            now = self._clock.monotonic()
             if self._silence.says_nothing():
-                self._heard.reconnected(now)
-            for worker_id in self._heard.expire(now):
+                self._heard.reconnected(self._clock.monotonic())
+            for worker_id in await take_gone(self._heard, bucket, self._clock):
                 self._lost(worker_id)
 
     def _see(self, entry: Entry) -> None:

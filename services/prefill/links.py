@@ -20,6 +20,7 @@ from common.runtime.metrics import Metrics
 from common.runtime.offload import Offload
 from common.runtime.tasks import BoundedTasks
 from common.worker.core.doubts import Doubts
+from common.worker.last_look import take_gone
 from common.worker.replica_set import ReplicaSet
 from contracts import subjects
 from contracts.errors import ErrorCode, PdmeshError
@@ -168,15 +169,14 @@ class Links:
                     case Entry():
                         self._see(change)
 
-    async def run_ticks(self) -> None:
+    async def run_ticks(self, bucket: Bucket) -> None:
         """Notice what silence and time tell: who is gone, what is to be tried again, which link has no transfer left."""
         while True:
             await self._clock.sleep(_TICK_S)
-            now = self._clock.monotonic()
             if not self._bus.is_connected or self._bus.reconnects != self._reconnects:
                 self._reconnects = self._bus.reconnects
-                self._heard.reconnected(now)
-            for worker_id in self._heard.expire(now):
+                self._heard.reconnected(self._clock.monotonic())
+            for worker_id in await take_gone(self._heard, bucket, self._clock):
                 self._lost(worker_id)
             for worker_id in tuple(self._peers):
                 self._tick(worker_id)

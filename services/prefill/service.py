@@ -91,7 +91,7 @@ class PrefillService(WorkerService):
         """Meet decode workers; note what was pushed, and report it."""
         return {
             "links": self.links.run(bucket),
-            "link_ticks": self.links.run_ticks(),
+            "link_ticks": self.links.run_ticks(bucket),
             "link_table": self.links.run_table(),
             **{f"pushes-{replica.dp_rank}": self.run_pushes(replica) for replica in self.replicas},
             "reports": self.run_reports(),

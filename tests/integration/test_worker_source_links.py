@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from common.bus.storage import WORKER_TTL_S, WORKERS_CONFIG
 from common.engine.port import EngineError
 from common.worker.core.doubts import MAX_FAILED_IN_A_ROW
 from contracts.errors import ErrorCode
 from contracts.handoff import Reserved
 from contracts.requests import Refused, WorkerRef
 from services.prefill.service import PrefillService
+from tests.integration.leaderless import Leaderless
 from tests.integration.pulling_pair import computed, engine_of, pulling_pair, release
 from tests.integration.worker_world import Mesh, in_mesh
 
@@ -68,5 +70,34 @@ def test_a_pull_whose_source_cannot_be_linked_anew_is_tried_elsewhere() -> None:
         assert answer.error.message == "decode-0 cannot read from prefill-0: rank 0: no answer"
         await release(mesh)
         mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_links_outlast_a_bucket_that_does_not_answer() -> None:
+    """Neither side takes the other for gone because nobody's sign of life can be heard; silence counts again afterwards."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await pulling_pair(mesh)
+        prefill = mesh.services["prefill-0"]
+        assert isinstance(prefill, PrefillService)
+        assert isinstance(await mesh.reserve(), Reserved)
+        faults = mesh.server.faults = Leaderless(WORKERS_CONFIG)
+        for _ in range(10):
+            await mesh.clock.sleep(WORKER_TTL_S / 4)
+            assert service._sources._sources["prefill-0"].is_linked
+            assert prefill.links.met("decode-0", "i-decode-0") is not None
+        faults.is_electing = False
+        await mesh.clock.sleep(WORKER_TTL_S)
+        assert service._sources._sources["prefill-0"].is_linked
+        assert prefill.links.met("decode-0", "i-decode-0") is not None
+        await mesh.release("decode", "decode-0")
+        for host in mesh.hosts:
+            for task in host._tasks:
+                if task.get_name() in {"registration", "own_lease"}:
+                    task.cancel()
+        await mesh.clock.sleep(4 * WORKER_TTL_S)
+        assert "prefill-0" not in service._sources._sources
+        assert prefill.links.met("decode-0", "i-decode-0") is None
 
     in_mesh(scenario)

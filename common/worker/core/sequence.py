@@ -33,7 +33,7 @@ class Sequence:
     `num_recomputed_tokens` of its output that it had; `outcome` says in one word how it ended, for those who count. Where tokens are
     guessed, they are for one that `is_guessed`; with `bootstrap` its next step goes on from what another worker's draft has left.
     `guesses` counts what came of them. `cache_differences` says, once it has been looked at, how the cache that came differs from the
-    one that was computed; it is empty when it does not.
+    one that was computed; it is empty when it does not. One that `is_deserted` was stopped because its router seemed gone.
     """
 
     seq: int
@@ -65,6 +65,7 @@ class Sequence:
     is_guessed: bool = True
     bootstrap: bool = False
     cache_differences: str | None = None
+    is_deserted: bool = False
     guesses: GuessCounts = field(default_factory=GuessCounts)
 
     @property
