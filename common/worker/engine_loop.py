@@ -71,6 +71,10 @@ class StepObserver(Protocol):
         """Memory was taken back; or cannot be given to anybody yet, because a writer may still touch it."""
         ...
 
+    def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
+        """Some rank could not say whether a sequence's memory is free: it goes to quarantine, and is asked for again."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class _Quarantined:
@@ -134,7 +138,7 @@ class EngineLoop:
     async def release(self, sequence: Sequence) -> None:
         """Stop a sequence, wherever it is, and take its memory back. Twice is fine.
 
-        Memory that some writer may still touch goes to quarantine; `retry_quarantine` looks after it.
+        Memory that some writer may still touch, as far as every rank can tell, goes to quarantine; `retry_quarantine` looks after it.
         """
         self._scheduler.hold(sequence)
         async with self._lock:
@@ -153,7 +157,11 @@ class EngineLoop:
         for seq, entry in tuple(self._quarantined.items()):
             async with self._lock:
                 entry.num_looks += 1
-                if await self._release(seq, 0):
+                try:
+                    clean = await self._release(seq, 0)
+                except EngineError:  # told when it first failed
+                    continue
+                if clean:
                     del self._quarantined[seq]
                     self._pool.end_quarantine([entry.memory.generation])
                     if entry.preempted is not None:
@@ -229,7 +237,12 @@ class EngineLoop:
         memory, sequence.memory = sequence.memory, None
         if memory is None:
             return None
-        clean = await self._release(sequence.seq, self._release_timeout_ms)
+        try:
+            clean = await self._release(sequence.seq, self._release_timeout_ms)
+        except EngineError as error:
+            # The sequence has ended all the same; and its memory must not be lost, nor given to anybody.
+            clean = False
+            self._observer.release_failed(sequence, error.info)
         if clean:
             self._pool.release(memory)
         else:

@@ -245,6 +245,12 @@ class WorkerService(ABC):
         """See `StepObserver.released`."""
         self.work.released(quarantined=quarantined)
 
+    def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
+        """See `StepObserver.release_failed`."""
+        self.log.error(
+            "release_failed", handoff_id=sequence.handoff_id, error_code=error.code, error_message=error.message
+        )
+
     async def check_command(self, command: Command) -> None:
         """Refuse a command for another start of this worker, from whoever does not lead, or for a handoff that is over.
 

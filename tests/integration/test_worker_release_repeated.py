@@ -1,4 +1,4 @@
-"""A release is acknowledged when memory is back, and not before: however often it is asked for meanwhile."""
+"""A release is acknowledged when memory is back, and not before: however often it is asked for meanwhile, and whatever fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contracts.requests import Accepted, CancelWork, FinishReason, Refused
 from contracts.subjects import WorkerVerb
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
-from tests.integration.worker_world import HANDOFF, REQUEST, SAMPLING, Mesh, in_mesh, pair
+from tests.integration.worker_world import EXPECTED, HANDOFF, REQUEST, SAMPLING, FaultyEngine, Mesh, in_mesh, pair
 
 RELEASE = ReleaseHandoff(handoff_id=HANDOFF, reason="test", tombstone_ms=1_000)
 
@@ -170,6 +170,29 @@ def test_a_drain_waits_for_memory_that_is_being_taken_back() -> None:
             assert not drained.is_set()
         await asked
         await drained.wait()
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_an_end_is_told_though_the_ranks_fail_to_give_memory_back() -> None:
+    """It is nobody's until they do, which is asked for again; a release is answered all the same."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pair(mesh)
+        await _computed(mesh)
+        for role in ("prefill", "decode"):
+            engine = mesh.services[f"{role}-0"].replicas[0].engine
+            assert isinstance(engine, FaultyEngine)
+            engine.failing_releases = 2
+        assert (await mesh.text())[0] == EXPECTED
+        assert isinstance(await mesh.heard.get(), TakenOver)
+        assert isinstance(await mesh.heard.get(), RequestEnded)
+        await _release(mesh, "prefill", 1.0)
+        for role in ("prefill", "decode"):
+            (replica,) = mesh.services[f"{role}-0"].replicas
+            assert (_num_held(mesh, role), replica.pool.num_quarantined_slots) == (0, 1)
+        await mesh.clock.sleep(3.0)
         mesh.assert_empty()
 
     in_mesh(scenario)

@@ -316,6 +316,10 @@ class SmallPool:
     def released(self, *, quarantined: bool) -> None:
         """See `StepObserver.released`."""
 
+    def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
+        """See `StepObserver.release_failed`. Nothing fails here."""
+        raise AssertionError(error.message, sequence)
+
     def _running(self, seq: int) -> Sequence:
         return next(sequence for sequence in self._scheduler.running if sequence.seq == seq)
 

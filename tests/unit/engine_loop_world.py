@@ -26,6 +26,7 @@ class SlowEngine(FakeEngine):
 
     meanwhile: Callable[[], None] | None = None
     writers_left = 0
+    failing_releases = 0
     refuses = False
     bad_logits: frozenset[int] = frozenset()
 
@@ -33,6 +34,9 @@ class SlowEngine(FakeEngine):
         """Take a while."""
         if self.meanwhile is not None:
             self.meanwhile()
+        if self.failing_releases:
+            self.failing_releases -= 1
+            raise EngineError("rank 0: cannot revoke")
         if self.writers_left:
             self.writers_left -= 1
             return frozenset(seqs)
@@ -105,6 +109,10 @@ class World:
         """See `StepObserver.released`."""
         owned = () if self.older.memory is None else self.older.memory.block_ids
         self.heard.append(("quarantined" if quarantined else "released", len(owned)))
+
+    def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
+        """See `StepObserver.release_failed`."""
+        self.heard.append((error.message, sequence.seq))
 
 
 def in_world(scenario: Callable[[World], Awaitable[None]], **changes: int) -> None:

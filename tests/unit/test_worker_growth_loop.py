@@ -79,6 +79,29 @@ def test_a_growth_that_the_ranks_refuse_fails_who_was_to_grow_and_loses_nothing(
     in_world(scenario, num_blocks=6)
 
 
+def test_memory_that_the_ranks_fail_to_give_back_is_asked_for_again() -> None:
+    """It is nobody's meanwhile; whoever was released or gave way has ended, or comes back, as ever."""
+
+    async def scenario(world: World) -> None:
+        await world.advance_until_short()
+        world.engine.failing_releases = 3
+        await world.loop.advance()  # the younger one gives way
+        await world.loop.release(world.older)
+        assert [told for told in world.heard if told[0] == "rank 0: cannot revoke"] == [
+            ("rank 0: cannot revoke", 2),
+            ("rank 0: cannot revoke", 1),
+        ]
+        assert world.heard[-1] == ("quarantined", 0)
+        assert (world.pool.held, world.pool.num_quarantined_slots) == ((), 2)
+        await world.loop.retry_quarantine()
+        assert (world.pool.num_quarantined_slots, world.scheduler.num_waiting) == (1, 0)
+        await world.loop.retry_quarantine()
+        assert (world.pool.num_free_blocks, world.scheduler.num_waiting) == (5, 1)
+        world.pool.check_integrity()
+
+    in_world(scenario)
+
+
 def test_memory_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
     """After some looks the youngest gives way, as if nothing were on its way."""
 

@@ -60,6 +60,9 @@ class Mute:
     def released(self, *, quarantined: bool) -> None:
         """See `StepObserver.released`."""
 
+    def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
+        """See `StepObserver.release_failed`."""
+
 
 def test_no_command_waits_for_a_link_and_a_failure_is_forgotten_by_all_replicas() -> None:
     """The lock of no engine's loop is held meanwhile; when one replica fails, all of them unlink."""
