@@ -29,7 +29,6 @@ from services.router.body_reader import BodyReader
 from services.router.completing import Completer
 from services.router.core.answers import body
 from services.router.core.bodies import decode_body
-from services.router.core.detokenizer import whole_text
 from services.router.core.parameters import check_token_ids, read_messages, read_parameters, read_prompts
 from services.router.core.readiness import missing
 from services.router.fleet import Fleet
@@ -74,7 +73,7 @@ class Endpoints:
         asked = await self._read_admitted(request, CompletionRequest)
         self._check_model(asked.model)
         ask = read_parameters(asked)
-        prompts = read_prompts(asked.prompt)
+        prompts = read_prompts(asked.prompt, most=self.settings.max_choices)
 
         async def encode() -> Sequence[tuple[int, ...]]:
             return await self.tokenizing.encode_prompts(prompts)
@@ -127,7 +126,7 @@ class Endpoints:
         self._check_model(asked.model)
         if asked.tokens:
             check_token_ids(tuple(asked.tokens), vocab_size=self.model.vocabulary.size, field="tokens")
-        return _json(DetokenizeAnswer(prompt=whole_text(self.model.vocabulary, asked.tokens)))
+        return _json(DetokenizeAnswer(prompt=await self.tokenizing.decode(asked.tokens)))
 
     async def ready(self, _request: web.Request) -> web.Response:
         """Say whether requests can be served now, and what is missing if not."""

@@ -1,26 +1,30 @@
-"""Text to token ids, without holding up anybody else."""
+"""Text to token ids and back, without holding up anybody else."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from contracts.errors import ErrorCode, PdmeshError
+from services.router.core.detokenizer import whole_text
 from services.router.core.parameters import Prompt, check_token_ids
 from services.router.model_directory import Model
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 TURN_CHARS: Final = 64
 """What a turn of a conversation counts beside its text: the template goes through each, an empty one as well."""
 
 
 class Tokenizing:
-    """Encodes prompts.
+    """Encodes prompts, and decodes what is not an answer of the mesh.
 
     A request of more than `inline_chars` is encoded by one of `num_threads` threads, which leave the interpreter's lock alone
     while they tokenize; a shorter one would wait longer for a thread than it takes. What counts is all that a client sends of it:
-    its prompts together, or each turn with its role, its name and `TURN_CHARS`, and the arguments as JSON.
+    its prompts together, or each turn with its role, its name and `TURN_CHARS`, and the arguments as JSON. An id to decode counts as one.
     """
 
     def __init__(self, model: Model, *, num_threads: int, inline_chars: int) -> None:
@@ -66,16 +70,18 @@ class Tokenizing:
         check_token_ids(ids, vocab_size=self._model.vocabulary.size)
         return ids
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return await self._run(len(token_ids), lambda ids: whole_text(self._model.vocabulary, ids), token_ids)
+
     def close(self) -> None:
         """End the threads; what they still encode is not waited for. Twice is fine."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, num_chars: int, work: Any, argument: Any) -> tuple[int, ...]:
-        if num_chars <= self._inline_chars:
-            ids: tuple[int, ...] = work(argument)
-        else:
-            ids = await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
-        return ids
+    async def _run(self, size: int, work: Callable[[A], T], argument: A) -> T:
+        if size <= self._inline_chars:
+            return work(argument)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         # The batch call releases the interpreter's lock while it works; the plain one does not.

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from common.runtime.settings import SettingsError
 from contracts.errors import PdmeshError
+from services.router import tokenizing as tokenizing_module
 from services.router.chat_template import ChatTemplate
-from services.router.core.detokenizer import Detokenizer
+from services.router.core.detokenizer import Detokenizer, whole_text
+from services.router.core.vocabulary import Vocabulary
 from services.router.model_directory import Model, load_model
 from services.router.tokenizing import Tokenizing
 from tests.integration.router_world import MAX_POSITION, VOCAB_SIZE, encode_text, tokenizer, write_model
@@ -163,6 +166,24 @@ async def test_the_prompts_of_a_request_are_long_together(
     await tokenizing.encode_prompts(["x" * 25] * num_prompts)
     tokenizing.close()
     assert [thread is not threading.main_thread() for thread in threads] == [threaded] * num_prompts
+
+
+@pytest.mark.parametrize(("num_ids", "threaded"), [(100, False), (101, True)])
+async def test_long_lists_of_ids_are_decoded_elsewhere(
+    tmp_path: Path, num_ids: int, threaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same result."""
+    threads: list[threading.Thread] = []
+
+    def noted(vocabulary: Vocabulary, token_ids: Iterable[int]) -> str:
+        threads.append(threading.current_thread())
+        return whole_text(vocabulary, token_ids)
+
+    monkeypatch.setattr(tokenizing_module, "whole_text", noted)
+    tokenizing = Tokenizing(load(write_model(tmp_path / "tiny")), num_threads=1, inline_chars=100)
+    assert await tokenizing.decode(encode_text("a") * num_ids) == "a" * num_ids
+    tokenizing.close()
+    assert [thread is not threading.main_thread() for thread in threads] == [threaded]
 
 
 def test_templates_get_their_own_switches() -> None:

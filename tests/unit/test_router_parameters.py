@@ -153,17 +153,24 @@ def test_bad_bodies_name_the_path(body: bytes, param: str | None, text: str) -> 
 
 def test_prompts_come_as_text_or_ids_or_lists_of_either() -> None:
     """One prompt or several."""
-    assert read_prompts("a") == ("a",)
-    assert read_prompts([1, 2]) == ((1, 2),)
-    assert read_prompts(["a", "b"]) == ("a", "b")
-    assert read_prompts([[1], [2, 3]]) == ((1,), (2, 3))
+    assert read_prompts("a", most=1) == ("a",)
+    assert read_prompts([1, 2], most=1) == ((1, 2),)
+    assert read_prompts(["a", "b"], most=2) == ("a", "b")
+    assert read_prompts([[1], [2, 3]], most=2) == ((1,), (2, 3))
+
+
+def test_prompts_are_bounded_before_any_is_looked_at() -> None:
+    """A body holds millions of them, and this one is not of one kind: that is not found out."""
+    with pytest.raises(PdmeshError, match=r"prompt: '3 prompts' is not allowed; the rule is: at most 2") as caught:
+        read_prompts(["a", "", 5], most=2)
+    assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", [1]], [1, "a"], [[1], 2]])
 def test_empty_and_mixed_prompts_are_refused(prompt: Any) -> None:
     """Nothing to compute, or no one kind."""
     with pytest.raises(PdmeshError, match="prompt"):
-        read_prompts(prompt)
+        read_prompts(prompt, most=3)
 
 
 def test_messages_become_plain_text_turns() -> None:

@@ -1,7 +1,7 @@
 """What a client asks for, checked and in our own terms. Nothing here has been tokenized yet."""
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
 from contracts.openai import ChatMessage, ChatRequest, CompletionRequest, GenerationFields, PromptField
@@ -95,14 +95,16 @@ def read_parameters(request: CompletionRequest | ChatRequest) -> Ask:
     )
 
 
-def read_prompts(prompt: PromptField) -> tuple[Prompt, ...]:
-    """Return the prompts of a completion, at least one and none of them empty."""
+def read_prompts(prompt: PromptField, *, most: int) -> tuple[Prompt, ...]:
+    """Return the prompts of a completion, at least one and at most `most`, and none of them empty."""
     if isinstance(prompt, str):
         return (_text("prompt", prompt),)
     if not prompt:
         raise InvalidValueError(field="prompt", value=[], rule="at least one prompt")
-    if all(isinstance(each, int) for each in prompt):
-        return (tuple(each for each in prompt if isinstance(each, int)),)
+    if set(map(type, prompt)) == {int}:  # a body holds millions of ids: none is looked at by itself
+        return (cast("tuple[int, ...]", tuple(prompt)),)
+    if len(prompt) > most:
+        raise InvalidValueError(field="prompt", value=f"{len(prompt)} prompts", rule=f"at most {most}")
     prompts: list[Prompt] = []
     for place, each in enumerate(prompt):
         match each:
