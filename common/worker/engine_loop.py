@@ -25,11 +25,17 @@ _MAX_LOOKS: Final = 4
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that was computed."""
+    """A step that was computed. `prompts` are the sequences that computed what was known already, also those that have left since."""
 
     plan: StepPlan
     result: StepResult
     produced: tuple[Produced, ...]
+    prompts: frozenset[int]
+
+    @property
+    def prompt_items(self) -> tuple[StepItem, ...]:
+        """The items of `prompts`."""
+        return tuple(item for item in self.plan.items if item.seq in self.prompts)
 
     @property
     def num_drafts(self) -> dict[int, int]:
@@ -256,6 +262,7 @@ class EngineLoop:
             plan = self._scheduler.plan()
             if plan is None:
                 return False
+            prompts = self._scheduler.prompts_under_way
             try:
                 result = await self.engine.step(plan)
             except EngineError as error:
@@ -266,7 +273,7 @@ class EngineLoop:
             produced = self._scheduler.apply(plan, result.tokens)
         if failed:
             await self._observer.failed(failed, _BAD_LOGITS)
-        await self._observer.stepped(StepOutcome(plan=plan, result=result, produced=produced))
+        await self._observer.stepped(StepOutcome(plan=plan, result=result, produced=produced, prompts=prompts))
         return True
 
     async def _bind(self, sequence: Sequence) -> None:

@@ -32,7 +32,6 @@ class WorkMetrics:
         modes: Iterable[StepMode],
         num_reports: Callable[[], int],
     ) -> None:
-        self._table = table
         self.num_prefilled_tokens = 0
         self._prefilled = metrics.counter(
             "worker_prefilled_tokens_total", "Prompt tokens computed, and output computed again after a preemption."
@@ -108,11 +107,7 @@ class WorkMetrics:
 
     def count(self, outcome: StepOutcome) -> None:
         """Add a step of one replica."""
-        prompts = []
-        for item in outcome.plan.items:
-            sequence = self._table.by_seq(item.seq)
-            if sequence is not None and item.start < sequence.num_prompt_tokens + sequence.num_recomputed_tokens:
-                prompts.append(item)
+        prompts = outcome.prompt_items
         num_prefilled = sum(item.num_tokens for item in prompts)
         num_tokens = sum(outcome.num_computed)
         self.num_prefilled_tokens += num_prefilled

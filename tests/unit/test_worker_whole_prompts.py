@@ -103,6 +103,7 @@ def test_every_prompt_ends_and_only_possible_modes_are_built(
         plan = scheduler.plan()
         assert plan is not None
         in_prompt = [item for item in plan.items if before[item.seq]]
+        assert scheduler.prompts_under_way == {item.seq for item in in_prompt}
         assert mode_of(in_prompt, num_items=len(plan.items)) in possible
         assert chunked or all(item.num_tokens == before[item.seq] == prompts[item.seq - 1] for item in in_prompt)
         assert sum(item.num_tokens for item in plan.items) <= BUDGET

@@ -84,6 +84,11 @@ class Scheduler:
         left = sum(sequence.num_prompt_left for sequence in (*self._waiting, *self._running.values()))
         return left + sum(size for seq, size in self._under_way.items() if seq not in self._running)
 
+    @property
+    def prompts_under_way(self) -> frozenset[int]:
+        """Sequences of the step under way that compute what is known already: their prompt, or again what they had."""
+        return frozenset(self._under_way)
+
     def enqueue(self, sequence: Sequence) -> None:
         """Let a sequence wait for memory. `admit` gives it."""
         self._waiting.append(sequence)
