@@ -32,7 +32,8 @@ from services.router.metrics import RouterMetrics
 from services.router.token_inbox import Mailbox
 
 _Answer: TypeAlias = TokenFrame | Accepted | Refused
-_ASK_S: Final = 2.0
+ASK_S: Final = 2.0
+"""How long each of those who may know is given to answer."""
 
 
 class Replayer:
@@ -93,7 +94,7 @@ class Replayer:
 
     async def _ask(self, subject: str, asked: ReplayTokens) -> _Answer | None:
         try:
-            reply = await self._bus.request(subject, encode(asked), timeout=_ASK_S)
+            reply = await self._bus.request(subject, encode(asked), timeout=ASK_S)
             answer: _Answer = decode(reply.data, ReplayAnswer)  # type: ignore[arg-type]  # a union is not a type
         except (BusError, CodecError):
             return None

@@ -158,7 +158,7 @@ async def test_what_went_with_its_worker_ends_the_request_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool, broker_remembers: bool
 ) -> None:
     """Decode told its last tokens, which were lost, and is gone, or another start has its name: nobody waits for the deadline."""
-    monkeypatch.setattr(replaying, "_ASK_S", 0.02)
+    monkeypatch.setattr(replaying, "ASK_S", 0.02)
     registered = linked_pair()
 
     async def lose_the_worker(mesh: Mesh, submit: SubmitRequest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import Final
 
 import pytest
 
@@ -16,11 +17,14 @@ from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
 from common.worker.service import WorkerService
 from contracts.codec import decode
+from contracts.rank import StepPlan
 from contracts.requests import CancelWork, TokenFrame
 from services.broker.core.handoff import Handoff
 from services.broker.core.ledger import Ledger
 from services.broker.leadership import Leadership
 from services.router.core.token_order import TokenOrder
+
+_NUM_TOKENS_BEFORE_A_HOLD: Final = 3
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -123,6 +127,19 @@ def guess_without_a_cache(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "start", start)
 
 
+def hold_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A worker computes no more than some tokens of a sequence, and says so to nobody: it keeps it, and answers for it."""
+    inner = Scheduler.plan
+
+    def plan(scheduler: Scheduler) -> StepPlan | None:
+        for each in scheduler.running:
+            if len(each.output_ids) >= _NUM_TOKENS_BEFORE_A_HOLD:
+                scheduler.hold(each)
+        return inner(scheduler)
+
+    patch.setattr(Scheduler, "plan", plan)
+
+
 PLANTS: dict[str, tuple[Plant, str]] = {
     "commit with an open ledger": (commit_with_an_open_ledger, "I3"),
     "return memory twice": (return_memory_twice, "I1"),
@@ -133,5 +150,6 @@ PLANTS: dict[str, tuple[Plant, str]] = {
     "believe every frame": (believe_every_frame, "I4"),
     "forget what the draft goes on from": (forget_what_the_draft_goes_on_from, "I3"),
     "guess without a cache": (guess_without_a_cache, "I3"),
+    "hold for ever": (hold_for_ever, "liveness"),
 }
 """Each fault, and the invariant that it breaks."""

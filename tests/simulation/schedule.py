@@ -19,6 +19,11 @@ _PLOTTED: Final = 0.5
 _SHARING_TP: Final = 4
 _SHARED: Final = 0.6
 _GUESSING: Final = 0.4
+_PATIENT: Final = 0.3
+_LEAST_S: Final = 8.0
+_PATIENCE_S: Final = 120.0
+"""Far longer than the last fault and `liveness.STILL_S` together: what hangs is found out before its deadline ends it."""
+_LONG_ANSWERS: Final = (24, 48)
 _BY_CHANCE: Final = tuple(kind for kind in FaultKind if kind is not FaultKind.OVERLAP)
 
 
@@ -102,7 +107,10 @@ def make_schedule(seed: int) -> Schedule:
         workers=workers,
         routers=routers,
         brokers=brokers,
-        asks=tuple(_ask(rng, number, routers, WISHES[plot]) for number in range(rng.randint(*NUM_REQUESTS))),
+        asks=_patient(
+            tuple(_ask(rng, number, routers, WISHES[plot]) for number in range(rng.randint(*NUM_REQUESTS))),
+            random.Random(f"{seed} patience"),
+        ),
         faults=_faults(rng, plot, workers, routers, brokers),
     )
 
@@ -159,6 +167,22 @@ def _ask(rng: random.Random, number: int, routers: tuple[str, ...], wishes: Wish
         temperature=rng.choice((0.0, 1.0)),
         timeout_s=rng.uniform(*wishes.tight_s) if is_tight else rng.choice(wishes.deadlines_s),
         leaves_after_s=rng.uniform(0.0, 1.5) if rng.random() < wishes.leaves else None,
+    )
+
+
+def _patient(asks: tuple[Ask, ...], rng: random.Random) -> tuple[Ask, ...]:
+    """Let the clients of some schedules wait far longer than anything may take, but for those in haste; some want long answers."""
+    if rng.random() >= _PATIENT:
+        return asks
+    return tuple(
+        msgspec.structs.replace(
+            ask,
+            timeout_s=_PATIENCE_S,
+            max_tokens=rng.randint(*_LONG_ANSWERS) if ask.max_tokens > 1 and rng.random() < 0.5 else ask.max_tokens,
+        )
+        if ask.timeout_s >= _LEAST_S
+        else ask
+        for ask in asks
     )
 
 

@@ -26,6 +26,11 @@ class SimulatedServer(MemoryServer):
         super().__init__(clock, faults=faults)
         self.num_messages = 0
 
+    @property
+    def answers(self) -> bool:
+        """Whether it is up, and does not stand still."""
+        return self.is_up and self._backlog is None
+
     def link(self) -> SimulatedBus:
         """Return a new connection."""
         return SimulatedBus(self)

@@ -39,6 +39,8 @@ from tests.simulation.sim_router import Client, SimulatedRouter, open_router
 from tests.simulation.verdicts import Verdicts
 
 _RESTART_S: Final = 0.5
+RESERVE_WAIT_S: Final = 4.0
+"""How long a reservation waits for memory on a decode worker."""
 _KINDS: Final[dict[str, type[WorkerService]]] = {
     "prefill": PrefillService,
     "decode": DecodeService,
@@ -154,6 +156,7 @@ class SimulatedMesh:
             num_blocks=plan.num_blocks,
             num_slots=plan.num_slots,
             prefill_chunk_tokens=plan.chunk_tokens,
+            reserve_wait_s=RESERVE_WAIT_S,
             release_timeout_ms=20,
             deadline_grace_s=2.0,
             reserve_output_tokens=plan.reserved_output_tokens,
@@ -206,6 +209,17 @@ class SimulatedMesh:
         """Whether every router has a way for a request."""
         routers = [self.seats[name].router for name in self.schedule.routers]
         return all(router is not None and router.has_route for router in routers)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the bus answers, everybody runs and is connected, and a broker leads. What they make of it is another question."""
+        seats = self.seats.values()
+        return (
+            self.server.answers
+            and all(seat.is_up and seat.process is not None and seat.process.runs for seat in seats)
+            and all(seat.bus is not None and not seat.bus.is_cut for seat in seats)
+            and any(self.leads(name) for name in self.schedule.brokers)
+        )
 
     def leads(self, name: str) -> bool:
         """Whether a broker leads, as far as it knows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field
+from typing import Final
 
 from common.bus.kept_record import KeptRecord
 from common.bus.port import Bus
@@ -38,6 +39,7 @@ from tests.simulation.silent_metrics import SilentMetrics
 from tests.simulation.verdicts import Verdicts
 
 MODEL = "fake"
+REROUTE_WAIT_S: Final = 5.0
 _VOCABULARY = Vocabulary(vocab={}, added={}, silent=(), vocab_size=VOCAB_SIZE)
 
 
@@ -52,9 +54,17 @@ class Client:
     task: asyncio.Task[None] | None = None
     due: float = 0.0
     """When it has to have ended, by the router's own reckoning; 0.0 while the router has not heard of it."""
+    moved_at: float = 0.0
+    """When it got its last token; before the first, when the router heard of it."""
+
+    def begin(self, now: float) -> None:
+        """The router has heard of it."""
+        self.moved_at, self.due = now, now + self.ask.timeout_s
 
     async def take(self, progress: Progress) -> None:
         """The sink: tokens are the engine's, each once and in order."""
+        if progress.token_ids and self.verdicts.clock is not None:
+            self.moved_at = self.verdicts.clock.monotonic()
         for token in progress.token_ids:
             position = self.ask.num_prompt_tokens + len(self.token_ids)
             if token != fake_token(self.ask.seed, position):
@@ -95,7 +105,7 @@ class SimulatedRouter:
         """Serve one request to its end."""
         ask = client.ask
         deadline = Deadline.after(self._clock, ask.timeout_s)
-        client.due = deadline.at
+        client.begin(self._clock.monotonic())
         scope = Interruptible(deadline)
         packed = pack_ids(tuple(1 + (ask.number + place) % (VOCAB_SIZE - 1) for place in range(ask.num_prompt_tokens)))
         job = Job(
@@ -159,7 +169,7 @@ async def open_router(  # noqa: PLR0917 - a process's ports
         replayer=Replayer(bus, metrics, acknowledgements, view=fleet.view),
         policy=RetryPolicy(max_attempts=4, max_failures=8, max_preemptions=64, first_delay_s=0.05, max_delay_s=1.0),
         budget=RetryBudget(share=0.1, floor_per_s=2.0, capacity=64, now=clock.monotonic()),
-        reroute_wait_s=5.0,
+        reroute_wait_s=REROUTE_WAIT_S,
         loads=Loads(),
         metrics=metrics,
         clock=clock,

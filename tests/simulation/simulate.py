@@ -18,6 +18,7 @@ from services.broker.core.step import step
 from services.broker.core.turn import Outcome
 from tests.simulation.coverage import UNREACHABLE, pair_of
 from tests.simulation.faults import FaultPlayer
+from tests.simulation.liveness import Liveness
 from tests.simulation.plane import Plane
 from tests.simulation.processes import SimulationLoop, simulation_loop
 from tests.simulation.schedule import Schedule, make_schedule
@@ -84,12 +85,14 @@ async def _play(mesh: SimulatedMesh) -> None:
         loop.call_outside(client.ask.at_s, partial(_ask, mesh, client))
     faults = FaultPlayer(mesh)
     faults.plan(schedule.faults)
+    liveness = Liveness(mesh, faults, clients)
     ends = began + max(ask.at_s + ask.timeout_s for ask in schedule.asks)
     last = max(ends, began + max(fault.at_s + fault.for_s for fault in schedule.faults))
     while True:
         await clock.sleep(_STEP_S)
         mesh.check_pools()
         _check_deadlines(mesh, clients, began)
+        liveness.look()
         now = clock.monotonic()
         over = all(client.ended for client in clients) and faults.num_playing == 0
         unrest = mesh.unrest() if over else "requests or faults are under way"

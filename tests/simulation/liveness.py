@@ -1,0 +1,50 @@
+"""Whether streams move once nothing is wrong any more: a deadline ends every request, so that to end by it is not enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from common.bus.storage import WORKER_TTL_S
+from services.router.core.patience import LONGEST_S
+from services.router.replaying import ASK_S
+from tests.simulation.faults import FaultPlayer
+from tests.simulation.sim_mesh import RESERVE_WAIT_S, SimulatedMesh
+from tests.simulation.sim_router import REROUTE_WAIT_S, Client
+
+STILL_S: Final = 2 * WORKER_TTL_S + LONGEST_S + 3 * ASK_S + RESERVE_WAIT_S + REROUTE_WAIT_S
+"""How long a stream may stand still in a mesh where nothing is wrong, and never does so without a reason.
+
+Behind an outage nobody takes a worker for gone for twice its time to live; a router whose questions brought nothing asks again after
+`LONGEST_S` at most, and waits for the answers of two workers and the broker; then another attempt may wait for a way, and for memory.
+"""
+
+
+class Liveness:
+    """Looks at all streams again and again, and notes those that stand still for too long.
+
+    Nothing is wrong while no fault lasts, every process runs, the bus answers, and a broker leads. What faults have left behind (a
+    message on its way, a transfer that comes late) is over long before `STILL_S`. `longest_s` is how long any stream has stood still.
+    """
+
+    def __init__(self, mesh: SimulatedMesh, faults: FaultPlayer, clients: Sequence[Client]) -> None:
+        self._mesh = mesh
+        self._faults = faults
+        self._clients = clients
+        self._well_since = 0.0
+        self.longest_s = 0.0
+
+    def look(self) -> None:
+        """Judge every stream that is open."""
+        now = self._mesh.clock.monotonic()
+        waiting = [client for client in self._clients if client.due and not client.ended]
+        if self._faults.num_playing or (waiting and not self._mesh.is_well):
+            self._well_since = now
+            return
+        for client in waiting:
+            still_s = now - max(self._well_since, client.moved_at)
+            self.longest_s = max(self.longest_s, still_s)
+            if still_s > STILL_S:
+                text = f"request {client.ask.number} has stood still for {still_s:.1f} s, and nothing is wrong"
+                self._mesh.verdicts.broken("liveness", text)
+                client.end("stood still")
