@@ -27,10 +27,14 @@ GUESSING: Final = "num_speculative_tokens=3"
 SPEC: Final = MeshSpec(
     mode="P1/D1 x 2",
     model=MODEL,
-    workers=(("prefill", f"tp=1,{GUESSING}"), ("decode", "tp=1"), ("decode", f"tp=1,{GUESSING}")),
+    workers=(
+        ("prefill", f"tp=1,{GUESSING}"),
+        ("decode", "tp=1,num_speculative_tokens=2"),
+        ("decode", f"tp=1,{GUESSING}"),
+    ),
     restart=True,
 )
-"""The worker that is killed guesses tokens, the one that goes on does not."""
+"""The worker that is killed guesses more tokens than the one that goes on, from the draft that comes with the other attempt."""
 PROMPT: Final = tuple(60 + number % 900 for number in range(40))
 MAX_TOKENS: Final = 200
 BEFORE: Final = 5
@@ -86,6 +90,8 @@ async def test_a_killed_decode_worker_ends_no_stream(mesh: Probe) -> None:
         if not event["handoff_id"].endswith("-0")
     ]
     assert moved, "decode-1 had none of the streams: nothing was tested"
+    released = [event for event in moved if event["event"] == "decode_released"]
+    assert all(event["num_accepted"] > 0 for event in released), "it goes on with guesses"
 
 
 async def test_a_killed_router_holds_no_memory(mesh: Probe) -> None:

@@ -12,6 +12,8 @@ from tests.integration.stored_reference import load_reference
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 NUM_TOKENS = 6
+FAR_AHEAD = 0.4
+"""Logits this far apart keep their order in bfloat16, in whatever order its sums are made."""
 PROMPTS = [prompt for prompt in load_reference("tiny").prompts if len(prompt.token_ids) in {15, 33, 129}]
 
 
@@ -31,9 +33,14 @@ async def test_sharing_blocks_changes_no_token(dtype: str, transport: str, tmp_p
             await link(source, destination)
             prompts = [prompt.token_ids for prompt in PROMPTS]
             outputs.append(await hand_over(source, destination, prompts, NUM_TOKENS))
-        assert outputs[0] == outputs[1]
-        if dtype == "float32":
-            assert outputs[1] == [prompt.output_ids[:NUM_TOKENS] for prompt in PROMPTS]
+        for prompt, *found in zip(PROMPTS, *outputs, strict=True):
+            num_sure = NUM_TOKENS
+            if dtype == "bfloat16":
+                unsure = (at for at, margin in enumerate(prompt.margins[:NUM_TOKENS]) if margin < FAR_AHEAD)
+                num_sure = next(unsure, NUM_TOKENS)
+            assert num_sure > 0
+            for tokens in found:
+                assert tokens[:num_sure] == prompt.output_ids[:num_sure]
     finally:
         for worker in workers:
             await worker.group.stop()

@@ -22,8 +22,9 @@ NUM_REQUESTS, NUM_SHORT_TOKENS = 1000, 24
 DECODE: dict[str, dict[str, Any]] = {"d1": {"tp": 1}, "d2": {"tp": 2}, "d4-dcp2": {"tp": 4, "dcp": 2}}
 PREFILL: dict[str, dict[str, Any]] = {"p1": {"tp": 1}, "p2": {"tp": 2}, "p4": {"tp": 4}}
 PAIRS = ((None, "d1"), ("p2", "d1"), ("p1", "d2"), ("p4", "d1"), ("p2", "d4-dcp2"))
+NUM_SAMPLED, NUM_SAMPLED_TOKENS = 8, 32
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def prompts(count: int, seed: int) -> list[tuple[int, ...]]:
@@ -42,52 +43,96 @@ def prompts(count: int, seed: int) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Worker]]:
-    """The shipped checkpoint on workers of all these cuts, and on one that never guesses."""
-    torch.set_num_threads(1)
-    sockets = tmp_path_factory.mktemp("s")
-    found: dict[str, Worker] = {}
-    try:
-        found["plain"] = await start_worker("plain", FOLDER, sockets, tp=1)
-        for name, how in PREFILL.items():
-            found[name] = await start_worker(name, FOLDER, sockets, drafter=DrafterKind.MTP, **how)
-        for name, how in DECODE.items():
-            found[name] = await start_worker(
-                name, FOLDER, sockets, drafter=DrafterKind.MTP, num_speculative_tokens=max(DEPTHS), **how
-            )
-        for source, destination in (*PAIRS, ("p1", "d1")):
-            if source is not None:
-                await link(found[source], found[destination])
-        yield found
-    finally:
-        for worker in found.values():
+class Workers:
+    """The shipped checkpoint on workers of these cuts, and on one that never guesses; each starts when it is first asked for."""
+
+    def __init__(self, sockets: Path) -> None:
+        self._sockets = sockets
+        self._started: dict[str, Worker] = {}
+        self._linked: set[tuple[str, str]] = set()
+
+    async def get(self, name: str) -> Worker:
+        """One of them."""
+        if name not in self._started:
+            how: dict[str, Any] = {"tp": 1}
+            if name in PREFILL:
+                how = PREFILL[name] | {"drafter": DrafterKind.MTP}
+            elif name in DECODE:
+                how = DECODE[name] | {"drafter": DrafterKind.MTP, "num_speculative_tokens": max(DEPTHS)}
+            self._started[name] = await start_worker(name, FOLDER, self._sockets, **how)
+        return self._started[name]
+
+    async def pair(self, source: str | None, destination: str) -> tuple[Worker | None, Worker]:
+        """Two that are linked, or one that computes its prompts itself."""
+        there = await self.get(destination)
+        if source is None:
+            return None, there
+        here = await self.get(source)
+        if (source, destination) not in self._linked:
+            self._linked.add((source, destination))
+            await link(here, there)
+        return here, there
+
+    async def stop(self) -> None:
+        """End all of them."""
+        for worker in self._started.values():
             await worker.group.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def plain(workers: dict[str, Worker]) -> list[list[int]]:
-    """What the checkpoint makes of the prompts without guesses."""
-    return tokens_of(await generate_all(None, workers["plain"], prompts(NUM_PROMPTS, 1), 0, NUM_TOKENS), NUM_TOKENS)
+async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Workers]:
+    """None of them started yet."""
+    torch.set_num_threads(1)
+    found = Workers(tmp_path_factory.mktemp("s"))
+    try:
+        yield found
+    finally:
+        await found.stop()
 
 
+async def plain_tokens(workers: Workers, count: int, num_tokens: int) -> list[list[int]]:
+    """What the checkpoint makes of the first prompts without guesses."""
+    some = prompts(NUM_PROMPTS, 1)[:count]
+    return tokens_of(await generate_all(None, await workers.get("plain"), some, 0, num_tokens), num_tokens)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def plain(workers: Workers) -> list[list[int]]:
+    """What it makes of all of them."""
+    return await plain_tokens(workers, NUM_PROMPTS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(("source", "destination", "depth"), [("p4", "d1", 5), ("p2", "d4-dcp2", 8)])
+async def test_guesses_change_no_token_of_a_sample(workers: Workers, source: str, destination: str, depth: int) -> None:
+    """A few of the prompts, their beginnings, and of the cuts those that move most."""
+    here, there = await workers.pair(source, destination)
+    some = prompts(NUM_PROMPTS, 1)[:NUM_SAMPLED]
+    found = await generate_all(here, there, some, depth, NUM_SAMPLED_TOKENS)
+    expected = await plain_tokens(workers, NUM_SAMPLED, NUM_SAMPLED_TOKENS)
+    assert tokens_of(found, NUM_SAMPLED_TOKENS) == expected
+    assert sum(map(len, accepted(found))) < NUM_SAMPLED * NUM_SAMPLED_TOKENS / 1.5
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(("source", "destination"), PAIRS)
 async def test_guesses_change_no_token(
-    workers: dict[str, Worker], plain: list[list[int]], source: str | None, destination: str, depth: int
+    workers: Workers, plain: list[list[int]], source: str | None, destination: str, depth: int
 ) -> None:
     """64 prompts, 128 tokens each, greedy in fp32, as batches: those of a worker that does not guess, in fewer steps."""
-    here = None if source is None else workers[source]
-    found = await generate_all(here, workers[destination], prompts(NUM_PROMPTS, 1), depth, NUM_TOKENS)
+    here, there = await workers.pair(source, destination)
+    found = await generate_all(here, there, prompts(NUM_PROMPTS, 1), depth, NUM_TOKENS)
     assert tokens_of(found, NUM_TOKENS) == plain
     steps = sum(map(len, accepted(found)))
     assert steps < NUM_PROMPTS * NUM_TOKENS / (1.6 if depth == 1 else 2)
 
 
-async def test_a_handoff_changes_no_guess(workers: dict[str, Worker]) -> None:
+@pytest.mark.long
+async def test_a_handoff_changes_no_guess(workers: Workers) -> None:
     """1,000 requests, the second half of which repeats the first: step by step as many guesses are right as without a handoff."""
     half = prompts(NUM_REQUESTS // 2, 2)
-    alone = await generate_all(None, workers["d1"], half, 3, NUM_SHORT_TOKENS)
-    found = await generate_all(workers["p1"], workers["d1"], half + half, 3, NUM_SHORT_TOKENS)
+    here, there = await workers.pair("p1", "d1")
+    alone = await generate_all(None, there, half, 3, NUM_SHORT_TOKENS)
+    found = await generate_all(here, there, half + half, 3, NUM_SHORT_TOKENS)
     assert accepted(found) == 2 * accepted(alone)
     assert found == 2 * alone
