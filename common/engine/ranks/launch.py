@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.forkserver import ensure_running
 from typing import Final, Protocol
 
@@ -70,10 +72,15 @@ class _ProcessHandle:
 
 
 class ProcessLauncher:
-    """Ranks in processes. The first launch of a parent takes about a second, while the fork server loads torch."""
+    """Ranks in processes. The first launch of a parent takes about a second, while the fork server loads torch.
+
+    SIGINT and SIGTERM may reach a whole process group. They are the parent's to obey: ranks and fork server take no notice, and
+    end when told to, when the parent is gone, and when they are killed. A parent that ends without `close` kills them.
+    """
 
     def __init__(self) -> None:
         self._memory: GroupMemory | None = None
+        self._processes: list[multiprocessing.process.BaseProcess] = []
 
     @staticmethod
     def warm() -> None:
@@ -81,13 +88,21 @@ class ProcessLauncher:
         context = multiprocessing.get_context("forkserver")
         # A preload that is missing is ignored silently; the names are checked by a test.
         context.set_forkserver_preload(list(PRELOADED))
-        ensure_running()
+        # Whoever is started while a signal is blocked inherits that. The tracker comes first: starting it unblocks what it blocks.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def launch(self, connections: list[socket.socket]) -> list[RankHandle]:
         """See `Launcher.launch`."""
         from common.engine.ranks import entry
 
         self.warm()
+        # Before the exit hook of `multiprocessing`, which sends SIGTERM to who is left, and then waits for ever.
+        atexit.register(self._kill)
         if len(connections) > 1:
             self._memory = GroupMemory.create(len(connections))
         context = multiprocessing.get_context("forkserver")
@@ -99,6 +114,7 @@ class ProcessLauncher:
                     target=entry.run_rank, args=(connection, group), name=f"rank-{number}", daemon=True
                 )
                 process.start()
+                self._processes.append(process)
                 handles.append(_ProcessHandle(process))
         except BaseException:
             for handle in handles:
@@ -110,8 +126,14 @@ class ProcessLauncher:
 
     def close(self) -> None:
         """See `Launcher.close`."""
+        atexit.unregister(self._kill)
         if self._memory is not None:
             self._memory.close()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
 
 
 def _signal_name(number: int) -> str:

@@ -123,8 +123,9 @@ def _start(command: StartRank, environment: RankEnvironment, send: Callable[[Ran
 
 def run(connection: socket.socket, group: PassedFd | None) -> None:
     """Entry point of a rank's process; `group` is the descriptor of the shared-memory group's memory, if there is one."""
-    # An interrupt from a terminal reaches the whole process group; the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # An interrupt from a terminal, or a service manager's SIGTERM, reaches the whole process group; the parent decides what it means.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     clock = SystemClock()
 
     def join(command: StartRank) -> Collectives | None:
