@@ -202,8 +202,8 @@ MUTANTS: Final = (
     Mutant(
         name="compute for a router that is gone",
         file="common/worker/service.py",
-        before="            if sequence.router_id == router_id:",
-        after="            if False:",
+        before="            if sequence.router_id == router_id and ",
+        after="            if False and ",
         tests=("tests/integration/test_worker_presence.py",),
     ),
     Mutant(
