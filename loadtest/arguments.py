@@ -271,7 +271,11 @@ def _add_speculate(command: argparse.ArgumentParser) -> None:
         help="guesses a step; none is always measured beside them (default: 1,2,3,5)",
     )
     command.add_argument(
-        "--batches", type=_lengths, default=(1, 8), metavar="N,N", help="sequences side by side (default: 1,8)"
+        "--batches",
+        type=_lengths,
+        default=(1, 8),
+        metavar="N,N",
+        help="sequences side by side, and requests under way at once (default: 1,8)",
     )
     command.add_argument(
         "--temperatures", type=_numbers, default=(0.0, 0.8), metavar="T,T", help="0 is greedy (default: 0,0.8)"
@@ -279,7 +283,6 @@ def _add_speculate(command: argparse.ArgumentParser) -> None:
     _integer(command, "--output-tokens", "num_output_tokens", 96, "tokens of each answer")
     _integer(command, "--passes", "num_passes", 10, "passes by themselves in each round and case")
     _integer(command, "--rounds", "num_rounds", 5, "rounds; the depths take turns in each")
-    _integer(command, "--mesh-depth", "mesh_depth", 3, "guesses a step of meshes; none is measured beside them")
     _integer(command, "--requests", "num_requests", 8, "requests to each mesh in each round; 0: no meshes")
     _add_times(command, request_s=120.0, all_s=1800.0)
 

@@ -33,11 +33,12 @@ _SHOWN_ERRORS: Final = 5
 class MeshFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What clients and events of one mesh told: `num_steps` decode steps for all tokens but the first of each answer.
 
-    `right` counts guesses by place, of `num_drafted` in all.
+    `batch` requests were under way at once. `right` counts guesses by place, of `num_drafted` in all.
     """
 
     kind: str
     depth: int
+    batch: int
     token_ms: Spread
     num_tokens: int
     num_steps: int
@@ -64,24 +65,34 @@ async def run_speculate_meshes(  # noqa: PLR0917 - the one call of a command
     clock: Clock,
     say: Say,
 ) -> None:
-    """Four meshes, with and without guesses, in rounds in which they take turns. `speeds` are those that the engine showed."""
-    depths = (0, settings.mesh_depth)
-    specs = [mesh_spec(settings, kind, depth) for kind in _KINDS for depth in depths]
+    """Of each kind a mesh at each depth, and one without guesses, in rounds in which they take turns. `speeds` are the engine's."""
+    found: list[MeshFigures] = []
+    for kind in _KINDS:
+        found += await _measure(settings, kind, prompts, report, clock, say)
+    report_meshes(report, found, speeds)
+
+
+async def _measure(  # noqa: PLR0917 - one kind
+    settings: SpeculateSettings, kind: str, prompts: Sequence[tuple[int, ...]], report: Report, clock: Clock, say: Say
+) -> list[MeshFigures]:
+    depths = (0, *settings.depths)
+    specs = [mesh_spec(settings, kind, depth) for depth in depths]
     asked = [
         Prompt(token_ids=prompts[place % len(prompts)], num_output_tokens=settings.num_output_tokens, seed=place)
         for place in range(settings.num_requests)
     ]
-    load = Load(num_rounds=settings.num_rounds, concurrency=1, timeout_s=settings.request_timeout_s)
+    found: list[MeshFigures] = []
     async with running(specs, clock, say) as meshes:
         targets = [Target(mode=mesh.spec.mode, url=mesh.url, mesh=mesh) for mesh in meshes]
-        samples = await run_rounds(targets, asked, load, warm_up=asked[:1], clock=clock, say=say)
-        found = [
-            await _figures(
-                mesh, kind, depth, [each for each in samples if each.mode == mesh.spec.mode], report, clock, say
-            )
-            for mesh, (kind, depth) in zip(meshes, [(kind, depth) for kind in _KINDS for depth in depths], strict=True)
-        ]
-    report_meshes(report, [each for each in found if each is not None], speeds)
+        for batch in settings.batches:
+            load = Load(num_rounds=settings.num_rounds, concurrency=batch, timeout_s=settings.request_timeout_s)
+            samples = await run_rounds(targets, asked, load, warm_up=asked[:1], clock=clock, say=say)
+            for mesh, depth in zip(meshes, depths, strict=True):
+                ours = [each for each in samples if each.mode == mesh.spec.mode]
+                good, told = await _heard(mesh, depth, ours, report, clock, say)
+                figures = mesh_figures(kind, depth, batch, good, told)
+                found += [] if figures is None else [figures]
+    return found
 
 
 def mesh_spec(settings: SpeculateSettings, kind: str, depth: int) -> MeshSpec:
@@ -92,9 +103,10 @@ def mesh_spec(settings: SpeculateSettings, kind: str, depth: int) -> MeshSpec:
     return MeshSpec(mode=f"{kind}, depth {depth}", model=settings.model, workers=workers)
 
 
-async def _figures(  # noqa: PLR0917 - one mesh
-    mesh: Mesh, kind: str, depth: int, samples: Sequence[Sample], report: Report, clock: Clock, say: Say
-) -> MeshFigures | None:
+async def _heard(  # noqa: PLR0917 - one mesh
+    mesh: Mesh, depth: int, samples: Sequence[Sample], report: Report, clock: Clock, say: Say
+) -> tuple[list[Sample], list[HandoffEvent]]:
+    """The answers of a mesh, and what its events say of guesses; nothing where it does not tell of all of them."""
     failed = [sample.error for sample in samples if sample.error]
     for error in failed[:_SHOWN_ERRORS]:
         report.fail(f"{mesh.spec.mode}: {error}")
@@ -102,11 +114,13 @@ async def _figures(  # noqa: PLR0917 - one mesh
     told = await _ends(mesh, good, clock, say) if depth else []
     if depth and len(told) != len(good):
         report.fail(f"{mesh.spec.mode}: events tell of the guesses of {len(told)} requests of {len(good)}")
-        return None
-    return mesh_figures(kind, depth, good, told)
+        return [], []
+    return good, told
 
 
-def mesh_figures(kind: str, depth: int, samples: Sequence[Sample], told: Sequence[HandoffEvent]) -> MeshFigures | None:
+def mesh_figures(
+    kind: str, depth: int, batch: int, samples: Sequence[Sample], told: Sequence[HandoffEvent]
+) -> MeshFigures | None:
     """Sum up the answers of a mesh, and what its events say of guesses; None without an answer."""
     token_ms = spread([each.inter_token_ms for each in samples if each.inter_token_ms is not None])
     if token_ms is None:
@@ -118,6 +132,7 @@ def mesh_figures(kind: str, depth: int, samples: Sequence[Sample], told: Sequenc
     return MeshFigures(
         kind=kind,
         depth=depth,
+        batch=batch,
         token_ms=token_ms,
         num_tokens=num_tokens,
         num_steps=sum(each.num_steps or 0 for each in told) - firsts if depth else num_tokens,
@@ -149,17 +164,18 @@ async def _ends(mesh: Mesh, samples: Sequence[Sample], clock: Clock, say: Say) -
 
 def report_meshes(report: Report, found: Sequence[MeshFigures], speeds: Sequence[Speed]) -> None:
     """A table, and aims: speed beside what the engine's passes allow, and guesses alike in both kinds. Other answers fail the report."""
-    by_name = {(each.kind, each.depth): each for each in found}
+    by_name = {(each.kind, each.batch, each.depth): each for each in found}
     rows = []
     for each in found:
-        plain = by_name.get((each.kind, 0))
+        plain = by_name.get((each.kind, each.batch, 0))
         if plain is None:
-            raise PdmeshError(f"nothing was measured of {each.kind} without guesses")
+            raise PdmeshError(f"nothing was measured of {each.kind}, batch {each.batch}, without guesses")
         measured = plain.token_ms.p50 / each.token_ms.p50
         equal = sum(one == other for one, other in zip(each.answers, plain.answers, strict=False))
         rows.append(
             (
                 each.kind,
+                str(each.batch),
                 str(each.depth),
                 number(each.token_ms.p50),
                 number(each.token_ms.p99),
@@ -172,29 +188,29 @@ def report_meshes(report: Report, found: Sequence[MeshFigures], speeds: Sequence
         )
         if not each.depth:
             continue
+        name = f"{each.kind}, batch {each.batch}, depth {each.depth}"
         if equal < len(each.answers):
             unequal = len(each.answers) - equal
-            report.fail(
-                f"{each.kind}, depth {each.depth}: {unequal} of {len(each.answers)} answers differ from those without guesses"
-            )
+            report.fail(f"{name}: {unequal} of {len(each.answers)} answers differ from those without guesses")
         allowed = [
             speed
             for speed in speeds
-            if (speed.case.temperature, speed.case.batch, speed.case.depth) == (0, 1, each.depth)
+            if (speed.case.temperature, speed.case.batch, speed.case.depth) == (0, each.batch, each.depth)
         ]
         for speed in allowed:
             # Per step, so that prompts of other texts with other guesses do not count.
             possible = speed.possible / speed.tokens_per_turn * each.tokens_per_step
             shown = f"{percent(measured / possible, 0)} of {possible:.2f} times; wanted {SPEED_AIM:.0%}"
-            report.aim(f"speed of {each.kind} at depth {each.depth}", shown, met=measured / possible >= SPEED_AIM)
-    for depth in {each.depth for each in found if each.depth}:
-        pair, mixed = by_name.get((PD_MODE, depth)), by_name.get((MIXED, depth))
+            report.aim(f"speed of {name}", shown, met=measured / possible >= SPEED_AIM)
+    for batch, depth in dict.fromkeys((each.batch, each.depth) for each in found if each.depth):
+        pair, mixed = by_name.get((PD_MODE, batch, depth)), by_name.get((MIXED, batch, depth))
         if pair is not None and mixed is not None:
             alike = (pair.right, pair.num_drafted) == (mixed.right, mixed.num_drafted)
             shown = f"{pair.num_right} of {pair.num_drafted}, and {mixed.num_right} of {mixed.num_drafted}"
-            report.aim(f"guesses of {PD_MODE} as of {MIXED}, depth {depth}", shown, met=alike)
+            report.aim(f"guesses of {PD_MODE} as of {MIXED}, batch {batch}, depth {depth}", shown, met=alike)
     header = (
         "mesh",
+        "batch",
         "depth",
         "ms a token p50",
         "p99",
@@ -206,6 +222,7 @@ def report_meshes(report: Report, found: Sequence[MeshFigures], speeds: Sequence
     )
     legend = (
         f"one worker that does it all ({MIXED}), or a prefill and a decode worker ({PD_MODE})",
+        "requests under way at once",
         "guesses a step",
         "time by the clock for a token behind the first one, the median of all answers",
         "the 99th percentile of the same",
@@ -216,5 +233,5 @@ def report_meshes(report: Report, found: Sequence[MeshFigures], speeds: Sequence
         "answers that are those without guesses; anything less fails the run",
     )
     title = "meshes, as their clients see them"
-    report.add(Table(title=title, header=header, rows=tuple(rows), num_names=2, legend=legend))
+    report.add(Table(title=title, header=header, rows=tuple(rows), num_names=3, legend=legend))
     report.put("meshes", tuple(found))

@@ -18,7 +18,7 @@ MAX_TEMPERATURE = 2.0
 class SpeculateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `speculate` is told: answers of `num_output_tokens` in each round, at each of `depths`, `batches` and `temperatures`.
 
-    Meshes get `num_requests` in each round, with `mesh_depth` guesses and without; 0 leaves them out.
+    Meshes, one at each depth and one without guesses, get `num_requests` in each round, `batches` at once; 0 leaves them out.
     """
 
     model: Path
@@ -28,7 +28,6 @@ class SpeculateSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_output_tokens: int
     num_passes: int
     num_rounds: int
-    mesh_depth: int
     num_requests: int
     request_timeout_s: float
     time_limit_s: float
@@ -51,9 +50,6 @@ class SpeculateSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValueError(field="output_tokens", value=self.num_output_tokens, rule=rule)
         for name in ("num_passes", "num_rounds"):
             check_least(name.removeprefix("num_"), getattr(self, name), 1)
-        if self.num_requests and self.mesh_depth not in self.depths:
-            rule = f"one of depths ({', '.join(map(str, self.depths))})"
-            raise InvalidValueError(field="mesh_depth", value=self.mesh_depth, rule=rule)
         check_least("requests", self.num_requests, 0)
         for name in ("request_timeout_s", "time_limit_s"):
             check_above_zero(name, getattr(self, name))

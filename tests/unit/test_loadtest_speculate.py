@@ -161,10 +161,10 @@ def _meshes(*, pair_right: int = 3, answer: tuple[int, ...] = (1, 2, 3, 4, 5, 6,
     """Seven tokens 12 ms apart without guesses, 6 ms with two of them a step: three steps behind the first token."""
     plain, text = [_sample((1, 2, 3, 4, 5, 6, 7), 12)], [_sample(answer, 6)]
     found = [
-        mesh_figures(MIXED, 0, plain, []),
-        mesh_figures(MIXED, 2, text, [_end(4, (2, 1), 6)]),
-        mesh_figures(PD_MODE, 0, plain, []),
-        mesh_figures(PD_MODE, 2, text, [_end(3, (2, pair_right - 2), 6)]),
+        mesh_figures(MIXED, 0, 1, plain, []),
+        mesh_figures(MIXED, 2, 1, text, [_end(4, (2, 1), 6)]),
+        mesh_figures(PD_MODE, 0, 1, plain, []),
+        mesh_figures(PD_MODE, 2, 1, text, [_end(3, (2, pair_right - 2), 6)]),
     ]
     return [each for each in found if each is not None]
 
@@ -176,20 +176,20 @@ def test_meshes_are_told_with_their_aims() -> None:
     report_meshes(report, _meshes(), [speed_of(plain, guessing)])
     text = _squeezed(report)
     for kind in (MIXED, PD_MODE):
-        assert f"\n{kind} 2 6.00 6.00 2.00 0.67 0.33 50.0% 2.00 1 of 1\n" in text
-        assert f"\n{kind} 0 12.00 12.00 1.00 - - - 1 of 1\n" in text
-        assert f"\nspeed of {kind} at depth 2 200% of 1.00 times; wanted 85% met\n" in text
-    assert f"\nguesses of {PD_MODE} as of {MIXED}, depth 2 3 of 6, and 3 of 6 met\n" in text
+        assert f"\n{kind} 1 2 6.00 6.00 2.00 0.67 0.33 50.0% 2.00 1 of 1\n" in text
+        assert f"\n{kind} 1 0 12.00 12.00 1.00 - - - 1 of 1\n" in text
+        assert f"\nspeed of {kind}, batch 1, depth 2 200% of 1.00 times; wanted 85% met\n" in text
+    assert f"\nguesses of {PD_MODE} as of {MIXED}, batch 1, depth 2 3 of 6, and 3 of 6 met\n" in text
 
 
 def test_other_answers_fail_and_other_guesses_miss_their_aim() -> None:
     """A pair that guesses less does worse than it could; a token that differs is wrong."""
     report = _report()
     report_meshes(report, _meshes(pair_right=2), [])
-    assert f"guesses of {PD_MODE} as of {MIXED}, depth 2 2 of 6, and 3 of 6 missed\n" in _squeezed(report)
+    assert f"guesses of {PD_MODE} as of {MIXED}, batch 1, depth 2 2 of 6, and 3 of 6 missed\n" in _squeezed(report)
     other = _report()
     report_meshes(other, _meshes(answer=(1, 2, 3, 4, 5, 6, 8)), [])
-    assert f"FAILED: {MIXED}, depth 2: 1 of 1 answers differ from those without guesses" in other.text()
+    assert f"FAILED: {MIXED}, batch 1, depth 2: 1 of 1 answers differ from those without guesses" in other.text()
     assert (report.status, other.status) == (EXIT_GOOD, EXIT_FAILED)
 
 
@@ -236,8 +236,6 @@ def _settings(*argv: str) -> SpeculateSettings:
         (["--output-tokens", "401"], "output_tokens"),
         (["--passes", "0"], "passes"),
         (["--rounds", "0"], "rounds"),
-        (["--mesh-depth", "4"], "mesh_depth"),
-        (["--depths", "1"], "mesh_depth"),
         (["--requests", "-1"], "requests"),
         (["--request-timeout", "0"], "request_timeout_s"),
         (["--model", "/nowhere"], "model"),
