@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from common.dataplane.port import Capabilities, DataPlane, Region, RemoteRegion
 from contracts.dataplane import RegionDescriptor
-from contracts.manifest import Namespace, PagedPlace, RankManifest, SlotPlace, Span, TensorKey
+from contracts.manifest import Namespace, PagedPlace, RankManifest, Role, SlotPlace, Span, TensorKey
 from contracts.rank import StartRank
 
 Bytes = npt.NDArray[np.uint8]
@@ -87,6 +87,20 @@ def poison(memories: Sequence[memoryview]) -> None:
     """Overwrite all caches of a worker, so that a byte that nobody writes is seen."""
     for memory in memories:
         np.frombuffer(memory, np.uint8)[:] = POISON
+
+
+def spoil(manifest: RankManifest, memory: memoryview, held: Held, role: Role) -> None:
+    """On one rank, make every state of a sequence, or its tokens in its first block there, not a number; all are fp32."""
+    data = np.frombuffer(memory, np.uint8)
+    for span in manifest.spans:
+        if span.key.role is not role or span.key.namespace is not Namespace.TARGET:
+            continue
+        match span.place:
+            case SlotPlace() as place:
+                start, size = place.offset + held.slot * place.slot_stride, place.num_rows * place.row_stride
+            case PagedPlace() as place:
+                start, size = place.offset + held.block_ids[0] * place.block_stride, span.length * place.head_bytes
+        data[start : start + size].view(np.float32)[:] = np.nan
 
 
 def gather(manifests: Sequence[RankManifest], memories: Sequence[memoryview], held: Held) -> Gathered:

@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from common.engine.port import EngineInfo, StepResult
+from common.engine.port import StepResult
 from common.engine.ranks.group import RankGroup
-from contracts.manifest import Namespace, PagedPlace, Role, SlotPlace
+from contracts.manifest import Role
 from contracts.rank import DrafterKind, StepItem, StepPlan
-from tests.integration.cache_bytes import Memories
+from tests.integration.cache_bytes import Held, Memories, spoil
 from tests.integration.engine_world import binding, engine, starts, thread_launcher
 from tests.integration.speculation_session import FOLDER, prompts
 
@@ -75,21 +74,6 @@ class Pair:
         return result
 
 
-def spoil(info: EngineInfo, memories: Memories, role: Role, rank: int) -> None:
-    """On one rank, make every recurrent state of the bad sequence, or every key of its first block there, not a number."""
-    data = np.frombuffer(memories.of("w1")[rank], np.uint8)
-    held = binding(BAD, 1)
-    for span in info.ranks[rank].manifest.spans:
-        if span.key.role is not role or span.key.namespace is not Namespace.TARGET:
-            continue
-        match span.place:
-            case SlotPlace() as place:
-                start, size = place.offset + held.slot * place.slot_stride, place.num_rows * place.row_stride
-            case PagedPlace() as place:
-                start, size = place.offset + held.block_ids[0] * place.block_stride, span.length * place.head_bytes
-        data[start : start + size].view(np.float32)[:] = np.nan
-
-
 @pytest.mark.parametrize(
     ("role", "tp", "dcp", "depth"),
     [(Role.SSM, 1, 1, 0), (Role.SSM, 2, 1, 3), (Role.KEY, 2, 1, 0), (Role.KEY, 4, 2, 3)],
@@ -109,7 +93,9 @@ async def test_bad_logits_end_their_own_sequence_alone(
 
         await pair.prefill(SOUND, BAD)
         assert (await pair.decode(SOUND, BAD)).failed == ()
-        spoil(info, memories, role, rank=tp - 1)
+        bound = binding(BAD, 1)
+        held = Held(block_ids=bound.block_ids, slot=bound.slot, num_tokens=len(pair.texts[BAD]))
+        spoil(info.ranks[tp - 1].manifest, memories.of("w1")[tp - 1], held, role)
         told = list(pair.tokens[BAD])
         assert (await pair.decode(SOUND, BAD)).failed == (BAD,)
         assert pair.tokens[BAD] == told

@@ -25,7 +25,7 @@ from common.layout.run_batch import Placed
 from contracts.manifest import Namespace, Role
 from contracts.rank import BindSequence, DrafterKind, StepItem, StepPlan
 from tests.integration.byte_session import ByteSession, Travelling
-from tests.integration.cache_bytes import Memories, differing
+from tests.integration.cache_bytes import Memories, differing, spoil
 from tests.integration.guessed_batches import TEXT, Steps, accepted, decode_all, generate_all, tokens_of
 from tests.integration.handoff_pairs import BLOCK_SIZE, Worker, link, start_worker
 
@@ -197,6 +197,26 @@ async def test_without_its_draft_s_cache_a_sequence_gets_no_guesses(world: World
     wanted = tokens_of(world.mixed, NUM_TOKENS)[-2:]
     for each, steps, tokens in zip(there, found, wanted, strict=True):
         assert [each.first_token, *(token for (token,) in steps)][: len(tokens)] == tokens
+
+
+async def test_a_prompt_whose_numbers_go_bad_is_given_no_token_and_harms_nobody(world: World) -> None:
+    """Neither who shares its step, nor who has its memory next: what was pushed of it, drafts too, is theirs to write over."""
+    async with world.session("p2", "d1") as session:
+        source = session.source
+        bad, sound = [await session.reserve(prompt) for prompt in (PROMPTS[-1], PROMPTS[-2])]
+        await session.prefill_step(bad)
+        spoil(source.info.ranks[1].manifest, session.memories.of(source.name)[1], bad.here, Role.SSM)
+        await session.prefill_step(bad, sound)
+        await session.prefill_step(bad)
+        assert (bad.done, bad.first_token, sound.done) == (len(bad.prompt), None, len(sound.prompt))
+        await session.arrived(bad, sound)
+        await session.forget_at_source(bad)
+        again = await session.reserve(PROMPTS[-1])
+        assert again.here.slot == bad.here.slot
+        await session.prefill(again)
+        await session.arrived(again)
+        found = await _taken_over(session, [sound, again])
+    assert found == world.mixed[-2:]
 
 
 async def test_the_draft_head_counts_among_the_weights(world: World) -> None:
