@@ -24,7 +24,8 @@ EXIT_LEASE_LAPSED: Final = 3
 EXIT_QUARANTINED: Final = 4
 """Too much of a worker's memory waits for writers that do not stop: it has drained, and is to be started again."""
 
-_CLOSE_TIMEOUT_S: Final = 5.0
+CLOSE_TIMEOUT_S: Final = 5.0
+"""How long one close callback may take."""
 _HURRIED_CLOSE_TIMEOUT_S: Final = 0.5
 
 Callback = Callable[[], Awaitable[object]]
@@ -167,7 +168,7 @@ class Lifecycle:
         while self._closes:
             name, callback = self._closes.pop()
             try:
-                async with asyncio.timeout(_HURRIED_CLOSE_TIMEOUT_S if self._hurried else _CLOSE_TIMEOUT_S):
+                async with asyncio.timeout(_HURRIED_CLOSE_TIMEOUT_S if self._hurried else CLOSE_TIMEOUT_S):
                     await callback()
             except Exception as error:  # noqa: BLE001 - logged; one broken end must not keep the others from theirs
                 self._failed = True

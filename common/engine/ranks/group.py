@@ -54,6 +54,7 @@ AnswerT = TypeVar("AnswerT", bound=RankAnswer)
 class RankGroupTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for all ranks, in seconds. A release waits for its own timeout on top of `command_s`.
 
+    A stop takes twice `stop_s` at most, which is less than a service has for it (`common.runtime.lifecycle.CLOSE_TIMEOUT_S`).
     `link_s` is for their reports of a link, longer than `common.engine.transfer.peers.CONNECT_TIMEOUT_S` and a plan take.
     """
 
@@ -61,7 +62,7 @@ class RankGroupTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     command_s: float = 60.0
     link_s: float = 60.0
     step_s: float = 120.0
-    stop_s: float = 5.0
+    stop_s: float = 2.0
 
 
 class RankGroup:

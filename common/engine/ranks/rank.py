@@ -204,8 +204,9 @@ class Rank:
 
     def close(self) -> None:
         """End the pusher and the puller, let go of peers and memory. Idempotent."""
+        self._pusher.end()  # nothing more begins
+        self._peers.close()  # what is being written to them, or read from them, ends soon
         self._pusher.close()
-        self._peers.close()  # before the puller: what reads from them ends soon
         self._puller.close()
         if self._ports.collectives is not None:
             self._ports.collectives.close()

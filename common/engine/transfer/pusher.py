@@ -64,11 +64,15 @@ class Pusher:
         """Whether nothing of `seq` is being written any more; waits for it until `deadline`. To be called after `drop`."""
         return all(lane.wait_idle(seq, deadline) for lane in self._lanes.values())
 
-    def close(self) -> None:
-        """Drop everything and end the threads, within a bound. Idempotent."""
-        deadline = self._clock.monotonic() + JOIN_TIMEOUT_S
+    def end(self) -> None:
+        """Drop everything and let the threads end, without waiting for them: see `close`. Idempotent."""
         for lane in self._lanes.values():
             lane.close()
+
+    def close(self) -> None:
+        """Drop everything and end the threads, within a bound: what is being written is waited for. Idempotent."""
+        deadline = self._clock.monotonic() + JOIN_TIMEOUT_S
+        self.end()
         for lane in self._lanes.values():
             lane.join(deadline - self._clock.monotonic())
 
