@@ -89,19 +89,33 @@ def check_cache_fits(settings: WorkerSettings, role: WorkerRole, memory: HostMem
     rows_alone = num_staging_rows if settings.num_staging_rows else 0
     slot_bytes = need.slot_bytes + (need.row_bytes if num_staging_rows and not rows_alone else 0)
     all_slots = settings.num_slots * slot_bytes + rows_alone * need.row_bytes
-    if all_slots + need.block_bytes > memory.num_bytes:
+    depth = settings.depth_of(role)
+    if all_slots + need.block_bytes > memory.num_bytes and (fitting := _depth_that_fits(settings, role, memory)) >= 0:
+        key, most, others = "num_speculative_tokens", fitting, "it, num_slots or dp"
+    elif all_slots + need.block_bytes > memory.num_bytes:
         left = memory.num_bytes - need.block_bytes - rows_alone * need.row_bytes
-        levers = (("num_staging_rows", rows_alone), ("num_speculative_tokens", settings.depth_of(role)))
+        levers = (("num_staging_rows", rows_alone), ("num_speculative_tokens", depth))
         others = ", ".join([*(name for name, is_used in levers if is_used), "it"]) + " or dp"
         key, most = "num_slots", left // slot_bytes
     else:
-        key, most, others = "num_blocks", (memory.num_bytes - all_slots) // need.block_bytes, "it, num_slots or dp"
+        guesses = ", num_speculative_tokens" if depth else ""
+        most, others = (memory.num_bytes - all_slots) // need.block_bytes, f"it, num_slots{guesses} or dp"
+        key = "num_blocks"
     rule = (
         f"at most about {max(0, min(most, getattr(settings, key) - 1))}: with dp={settings.dp} and tp={settings.tp} the caches of all ranks "
         f"take {_shown(need.num_bytes)}, and {_shown(memory.num_bytes)} are available ({memory.bound}); the weights come on "
         f"top. Lower {others}, or give this worker more memory"
     )
     raise SettingsError([SettingsProblem(key=key, value=str(getattr(settings, key)), rule=rule)])
+
+
+def _depth_that_fits(settings: WorkerSettings, role: WorkerRole, memory: HostMemory) -> int:
+    """The most guesses, below those that are set, with which everything would fit; -1 if it would not even without."""
+    for depth in reversed(range(settings.depth_of(role))):
+        need = cache_need(msgspec.structs.replace(settings, num_speculative_tokens=depth), role)
+        if need is not None and need.num_bytes <= memory.num_bytes:
+            return depth
+    return -1
 
 
 def _shown(num_bytes: int) -> str:

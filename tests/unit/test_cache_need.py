@@ -181,3 +181,18 @@ def test_a_depth_for_which_there_is_no_memory_is_named() -> None:
     assert problem.key == "num_slots"
     assert "Lower num_speculative_tokens, it or dp" in problem.rule
     assert "num_speculative_tokens" not in refusal(settings(num_slots=4000, max_step_tokens=4000), 64 * 1024**2).rule
+
+
+def test_a_depth_that_the_slots_cannot_hold_is_named_with_the_depth_that_they_can() -> None:
+    """Where fewer guesses would fit they are the setting to blame; where none would, the slots are."""
+    worker = settings(num_slots=64, num_speculative_tokens=8)
+    fewer = settings(num_slots=64, num_speculative_tokens=3)
+    problem = refusal(worker, needed(fewer))
+    assert (problem.key, problem.value, _most(problem)) == ("num_speculative_tokens", "8", 3)
+    assert "Lower it, num_slots or dp" in problem.rule
+    problem = refusal(worker, needed(settings(num_slots=64)) // 2)
+    assert problem.key == "num_slots"
+    assert "Lower num_speculative_tokens, it or dp" in problem.rule
+    problem = refusal(settings(num_speculative_tokens=8), needed(settings(num_speculative_tokens=8)) - 1)
+    assert problem.key == "num_blocks"
+    assert "Lower it, num_slots, num_speculative_tokens or dp" in problem.rule
