@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from common.dataplane.tcp_transfer import SILENCE_S
 from common.runtime.clock import Clock
 from common.worker.replica_set import ReplicaSet
 
 MAX_SHARE: Final = 0.1
 """Of the blocks or slots of one replica."""
-PATIENCE_S: Final = 10.0
-"""How long: a writer that was killed, or wakes up, gives its memory back within this time."""
+PATIENCE_S: Final = SILENCE_S + 5.0
+"""How long: a writer that was killed, or wakes up, gives its memory back within this time; so does one whose peer stands still, over tcp."""
 _LOOK_EVERY_S: Final = 1.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.dataplane.tcp_transfer import SILENCE_S
 from common.runtime.lifecycle import EXIT_QUARANTINED, ServiceEnded
 from common.worker.quarantine_watch import PATIENCE_S
 from contracts.handoff import Reserved
@@ -23,7 +24,7 @@ async def _quarantined(mesh: Mesh, num_slots: int, writers_left: int) -> None:
 
 
 def test_a_worker_with_too_much_in_quarantine_drains_and_leaves() -> None:
-    """More than a tenth of the slots for ten seconds: it says that it drains, lets what it has end, and ends with the status that is kept for this."""
+    """More than a tenth of the slots for that long: it says that it drains, lets what it has end, and ends with the status that is kept for this."""
     states: list[WorkerState] = []
 
     async def scenario(mesh: Mesh) -> None:
@@ -45,9 +46,12 @@ def test_a_worker_with_too_much_in_quarantine_drains_and_leaves() -> None:
     assert len(states) * 0.1 >= PATIENCE_S
 
 
-@pytest.mark.parametrize(("num_slots", "writers_left"), [(8, 5), (16, 10_000)])
+@pytest.mark.parametrize(("num_slots", "writers_left"), [(8, 5), (8, int(SILENCE_S) + 3), (16, 10_000)])
 def test_quarantine_that_ends_or_is_small_moves_nobody(num_slots: int, writers_left: int) -> None:
-    """Writers that stop in time are waited for, and so is anything up to a tenth of each pool."""
+    """Writers that stop in time are waited for, those among them whose peer stands still, and so is anything up to a tenth of each pool.
+
+    A writer is looked after every second.
+    """
 
     async def scenario(mesh: Mesh) -> None:
         await _quarantined(mesh, num_slots, writers_left)
