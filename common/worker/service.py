@@ -27,9 +27,10 @@ from common.worker.core.effective import effective_of
 from common.worker.core.growth import Growth
 from common.worker.core.prompts import PromptBuffer
 from common.worker.core.scheduler import StepLimits
-from common.worker.core.sequence import Sequence, SequenceState
+from common.worker.core.sequence import Sequence
 from common.worker.core.step_mode import modes_of
 from common.worker.core.table import HandoffTable
+from common.worker.deserted import Deserted
 from common.worker.engine_loop import StepOutcome
 from common.worker.fences import Fences
 from common.worker.inspection import Inspection
@@ -139,13 +140,14 @@ class WorkerService(ABC):
             prompts=self.prompts,
             num_prefilled_tokens=lambda: self.work.num_prefilled_tokens,
         )
+        deserted = Deserted(settings.worker_id, self.table, self.replicas, self.failed)
         self.routers = RouterWatch(
             parts.bus,
             parts.clock,
             parts.log,
             self.refusals,
-            on_gone=self._router_gone,
-            on_heard=self._router_heard,
+            on_gone=deserted.router_gone,
+            on_heard=deserted.router_heard,
         )
         self.live = LiveSettings(
             settings,
@@ -358,22 +360,6 @@ class WorkerService(ABC):
                 elif cancel.handoff_id not in self._ending:  # other hints do not wait until its memory is back
                     grace = Deadline.after(self.clock, self.settings.deadline_grace_s)
                     await self.end(cancel.handoff_id, tombstone=grace)
-
-    def _router_gone(self, router_id: str) -> None:
-        """Stop computing for it. Memory goes by release, or at its deadline."""
-        for sequence in self.table.sequences:
-            if sequence.router_id == router_id and sequence.state is not SequenceState.HELD:
-                sequence.is_deserted = True
-                self.replicas.of(sequence).scheduler.hold(sequence)
-
-    async def _router_heard(self, router_id: str) -> None:
-        """It is there, or there again. What was stopped for it cannot go on here, and must not be waited for: it goes on elsewhere."""
-        deserted = tuple(each for each in self.table.sequences if each.router_id == router_id and each.is_deserted)
-        for sequence in deserted:
-            sequence.is_deserted = False
-        if deserted:
-            text = f"{self.settings.worker_id} had stopped it, because {router_id} had fallen silent and seemed gone"
-            await self.failed(deserted, ErrorInfo(code=ErrorCode.PREEMPTED, message=text))
 
     async def run_sweeps(self) -> None:
         """Once a second: end what is past its deadline and its grace, expire what is remembered, look at quarantine.
