@@ -10,21 +10,27 @@ from collections.abc import Iterator
 
 import pytest
 
+from common.dataplane.port import DataPlane
 from common.engine.port import EngineDeadError, EngineError
 from common.engine.ranks.channels import RankChannels
 from common.engine.ranks.datagrams import MAX_DATAGRAM_BYTES, Joiner, split
-from contracts.errors import CodecError, ErrorCode
+from common.engine.ranks.process import RankEnvironment, serve
+from common.runtime.clock import SystemClock
+from contracts.errors import CodecError, ErrorCode, InvalidValueError
 from contracts.handoff import Grant, max_granted_blocks
 from contracts.rank import (
     MAX_BOUND_BLOCKS,
     MAX_RANK_MESSAGE_BYTES,
     BindSequence,
+    Done,
     PushTarget,
+    StartRank,
     StepDone,
     StepItem,
     StepPlan,
     StopRank,
     decode_command,
+    decode_message,
     encode,
     most_step_tokens,
 )
@@ -155,6 +161,46 @@ def test_a_command_that_no_message_holds_fails_alone() -> None:
                 await channels.ask([plan(1), plan(1)], TIMEOUT_S)
 
     asyncio.run(scenario())
+
+
+def test_a_rank_hears_a_long_command_whole() -> None:
+    """What it is told of in pieces is one command to it; the end of its parent in the middle of one is an end like any other."""
+    heard: list[StartRank] = []
+
+    def refuse(start: StartRank) -> DataPlane:
+        heard.append(start)
+        raise InvalidValueError(field="transport", value=start.transport, rule="none in this test")
+
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here.settimeout(TIMEOUT_S)
+    environment = RankEnvironment(clock=SystemClock(), join=lambda _start: None, open_data_plane=refuse)
+    rank = threading.Thread(target=serve, args=(there, environment), daemon=True)
+    rank.start()
+    start = StartRank(
+        worker_id="w",
+        incarnation="i",
+        rank=0,
+        tp=1,
+        model_dir="m" * 10**6,
+        block_size=1,
+        num_blocks=1,
+        num_slots=1,
+        max_step_tokens=1,
+        max_step_sequences=1,
+    )
+    for datagram in split(encode(start)):
+        here.send(datagram)
+    answer = Joiner().put(here.recv(MAX_DATAGRAM_BYTES))
+    assert answer is not None
+    done = decode_message(answer)
+    assert isinstance(done, Done)
+    assert done.error is not None
+    assert done.error.code is ErrorCode.INVALID_REQUEST
+    assert heard == [start]
+    here.send(next(iter(split(encode(start)))))
+    here.close()
+    rank.join(TIMEOUT_S)
+    assert not rank.is_alive()
 
 
 @pytest.mark.parametrize("num_sequences", [1, 32, 4096])
