@@ -1,4 +1,7 @@
-"""Whether streams move once nothing is wrong any more: a deadline ends every request, so that to end by it is not enough."""
+"""Whether the mesh works once nothing is wrong any more: streams move, and there is a way for the next request.
+
+A deadline ends every request, so that to end by it is not enough.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from common.bus.storage import WORKER_TTL_S
+from services.prefill.core.pair import LONGEST_PAUSE_S
+from services.prefill.meeting import MEETING_S
 from services.router.core.patience import LONGEST_S
 from services.router.replaying import ASK_S
 from tests.simulation.faults import FaultPlayer
@@ -13,18 +18,23 @@ from tests.simulation.sim_mesh import RESERVE_WAIT_S, SimulatedMesh
 from tests.simulation.sim_router import REROUTE_WAIT_S, Client
 
 STILL_S: Final = 2 * WORKER_TTL_S + LONGEST_S + 3 * ASK_S + RESERVE_WAIT_S + REROUTE_WAIT_S
-"""How long a stream may stand still in a mesh where nothing is wrong, and never does so without a reason.
+"""How long a stream may stand still in a mesh where nothing is wrong any more: all that it can have to wait for, one after the other.
 
 Behind an outage nobody takes a worker for gone for twice its time to live; a router whose questions brought nothing asks again after
 `LONGEST_S` at most, and waits for the answers of two workers and the broker; then another attempt may wait for a way, and for memory.
 """
+
+WAY_S: Final = MEETING_S + LONGEST_PAUSE_S + 2 * WORKER_TTL_S
+"""How long a mesh without a way may be without one: a pair that could not be linked is met again after `LONGEST_PAUSE_S` at most."""
+
+_LOOK_S: Final = 0.25
 
 
 class Liveness:
     """Looks at all streams again and again, and notes those that stand still for too long.
 
     Nothing is wrong while no fault lasts, every process runs, the bus answers, and a broker leads. What faults have left behind (a
-    message on its way, a transfer that comes late) is over long before `STILL_S`. `longest_s` is how long any stream has stood still.
+    message on its way, a transfer that comes late) is over long before `STILL_S`.
     """
 
     def __init__(self, mesh: SimulatedMesh, faults: FaultPlayer, clients: Sequence[Client]) -> None:
@@ -32,7 +42,6 @@ class Liveness:
         self._faults = faults
         self._clients = clients
         self._well_since = 0.0
-        self.longest_s = 0.0
 
     def look(self) -> None:
         """Judge every stream that is open."""
@@ -43,8 +52,18 @@ class Liveness:
             return
         for client in waiting:
             still_s = now - max(self._well_since, client.moved_at)
-            self.longest_s = max(self.longest_s, still_s)
             if still_s > STILL_S:
                 text = f"request {client.ask.number} has stood still for {still_s:.1f} s, and nothing is wrong"
                 self._mesh.verdicts.broken("liveness", text)
                 client.end("stood still")
+
+
+async def check_way(mesh: SimulatedMesh) -> None:
+    """When all is over everybody comes back by itself, and every router finds a way for a request."""
+    until = mesh.clock.monotonic() + WAY_S
+    while not (mesh.is_well and mesh.has_route):
+        if mesh.clock.monotonic() > until:
+            what = "no way for a request" if mesh.is_well else "somebody who does not work"
+            mesh.verdicts.broken("liveness", f"all is over, and for {WAY_S:.0f} s there has been {what}")
+            return
+        await mesh.clock.sleep(_LOOK_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Final
@@ -22,6 +23,7 @@ from contracts.requests import CancelWork, TokenFrame
 from services.broker.core.handoff import Handoff
 from services.broker.core.ledger import Ledger
 from services.broker.leadership import Leadership
+from services.prefill.core import pair_step
 from services.router.core.token_order import TokenOrder
 
 _NUM_TOKENS_BEFORE_A_HOLD: Final = 3
@@ -140,6 +142,11 @@ def hold_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "plan", plan)
 
 
+def never_meet_again(patch: pytest.MonkeyPatch) -> None:
+    """A prefill worker that could not link a pair does not try again."""
+    patch.setattr(pair_step, "pause_s", lambda _num_failures: math.inf)
+
+
 PLANTS: dict[str, tuple[Plant, str]] = {
     "commit with an open ledger": (commit_with_an_open_ledger, "I3"),
     "return memory twice": (return_memory_twice, "I1"),
@@ -151,5 +158,6 @@ PLANTS: dict[str, tuple[Plant, str]] = {
     "forget what the draft goes on from": (forget_what_the_draft_goes_on_from, "I3"),
     "guess without a cache": (guess_without_a_cache, "I3"),
     "hold for ever": (hold_for_ever, "liveness"),
+    "never meet again": (never_meet_again, "liveness"),
 }
 """Each fault, and the invariant that it breaks."""

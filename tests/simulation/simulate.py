@@ -18,7 +18,7 @@ from services.broker.core.step import step
 from services.broker.core.turn import Outcome
 from tests.simulation.coverage import UNREACHABLE, pair_of
 from tests.simulation.faults import FaultPlayer
-from tests.simulation.liveness import Liveness
+from tests.simulation.liveness import Liveness, check_way
 from tests.simulation.plane import Plane
 from tests.simulation.processes import SimulationLoop, simulation_loop
 from tests.simulation.schedule import Schedule, make_schedule
@@ -102,6 +102,7 @@ async def _play(mesh: SimulatedMesh) -> None:
             mesh.verdicts.broken("I6", unrest)
             break
     _check_end(mesh, clients)
+    await check_way(mesh)
 
 
 def _ask(mesh: SimulatedMesh, client: Client) -> None:
