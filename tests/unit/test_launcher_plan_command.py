@@ -89,7 +89,9 @@ def test_the_command_prints_tables_or_one_object(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert "  8   1, 2, 4                1                    4\n" in shown
     assert "  1     7        8   60.0 KiB  15.4 KiB   75.4 KiB\n" in shown
-    assert "requests of 1,000 tokens at once: 13,172: num_blocks=210752,num_slots=13172,max_step_tokens=13172\n" in shown
+    assert (
+        "requests of 1,000 tokens at once: 13,172: num_blocks=210752,num_slots=13172,max_step_tokens=13172\n" in shown
+    )
     assert "moved 637,952 bytes, needed 637,952 bytes: ratio 1.00, in 64 parts\n" in shown
     assert run([*words, "--json"]) == EXIT_CLEAN
     told = json.loads(capsys.readouterr().out)
