@@ -218,7 +218,7 @@ class Broker:
         return self._keep(handoff, effects, deadline, trace, previous_error=submit.previous_error)
 
     async def cancel(self, message: CancelRequest) -> Accepted:
-        """Nobody waits any more: accepted once the record says so. Raises as `take` does."""
+        """Nobody waits any more: accepted once the record says so, unanswered while it cannot be written. Raises as `take` does."""
         live = await self._here(message.handoff_id)
         live.tell(
             CancelRequested(
@@ -228,8 +228,7 @@ class Broker:
                 finish_reason=message.finish_reason,
             )
         )
-        await live.wait_written()
-        return self._accepted(live)
+        return await self._written(live)
 
     async def end_of(self, handoff_id: str) -> TokenFrame | None:
         """The end of a handoff that is over, for a router that missed it; None while it is not. Raises as `take` does."""
@@ -252,7 +251,7 @@ class Broker:
         """Take a worker's report over. Raises `RefusedError` for an unknown handoff, or for one of another start.
 
         A takeover and an end are accepted once the record says so: no worker tells another broker of them again. Raises
-        `UnansweredError` when another broker goes on with the handoff: it is the one to be told.
+        `UnansweredError` when the record could not be written, and when another broker goes on with the handoff: it is the one to be told.
         """
         live = await self._here(message.handoff_id)
         if live.handoff.is_claiming:  # what the bucket answers may be what this message speaks of
@@ -269,10 +268,10 @@ class Broker:
                 live.tell(PullOver(at_ns=now_ns, message=message))
             case TakenOver():
                 live.tell(DecodeTookOver(at_ns=now_ns, message=message))
-                await live.wait_written()
+                return await self._written(live)
             case RequestEnded():
                 live.tell(WorkerEnded(at_ns=now_ns, message=message))
-                await live.wait_written()
+                return await self._written(live)
         return self._accepted(live)
 
     def parts_reported(self, report: PartsReport) -> None:
@@ -379,6 +378,13 @@ class Broker:
         except BusError:
             return True
         return kept is not None and kept[0].fence > self._policy.fence
+
+    async def _written(self, live: Live) -> Accepted:
+        """What was told counts once the bucket holds it: whoever leads next must not have to be told by somebody who has forgotten."""
+        await live.wait_written()
+        if live.handoff.is_behind:
+            raise UnansweredError(f"what became of {live.handoff.handoff_id} could not be written yet")
+        return self._accepted(live)
 
     def _accepted(self, live: Live) -> Accepted:
         """What was told counts, unless another broker has taken the handoff over, now or before."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -15,10 +17,12 @@ from services.broker.core import pulling as pulls
 from services.broker.core.handoff import Handoff
 from services.broker.core.ledger import Ledger
 from services.broker.core.turn import Turn
+from tests.property import broker_model
 from tests.property.broker_model import (
     DECODE,
     MIXED,
     PREFILL,
+    World,
     anywhere,
     committed,
     explore,
@@ -66,7 +70,17 @@ def test_every_order_with_refusals_and_lost_workers() -> None:
 
 def test_every_order_with_outages_of_the_bucket() -> None:
     """The same with writes whose outcome is unknown, whether or not they arrived."""
-    found = explore(start(unasked, (CANCEL,), outages=True), unasked, outages=True, limit=20_000)
+    found = explore(start(unasked, (CANCEL,), outages=True), unasked, outages=True, limit=30_000)
+    assert found.ends == ALL_ENDS
+
+
+@pytest.mark.parametrize("rival", [rival_leads, rival_cancels])
+def test_every_order_with_outages_of_the_bucket_and_a_rival(
+    rival: Callable[[World], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same while another broker writes, too: an end that was told stays, and nothing is written over a later term."""
+    monkeypatch.setattr(broker_model, "_MOST_SILENT", 3)
+    found = explore(start(unasked, (CANCEL,), outages=True), unasked, outages=True, rival=rival, limit=10_000)
     assert found.ends == ALL_ENDS
 
 

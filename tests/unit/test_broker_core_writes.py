@@ -138,13 +138,53 @@ def test_an_end_whose_write_is_unknown_is_told_all_the_same() -> None:
     assert not of(effects, fx.StoreRecord)
 
 
+GONE = ev.CancelRequested(at_ns=7 * SECOND, reason="gone")
+
+
+def behind() -> Handoff:
+    """A handoff that was cancelled, and whose workers have let go; the bucket could not be told."""
+    handoff, _ = stored(reserved(reserving(KEY))[0])
+    handoff, _ = unknown(step(handoff, GONE)[0])
+    for role in handoff.workers:
+        settled = ev.ReleaseSettled(at_ns=6 * SECOND, role=role, acknowledged=True)
+        handoff, effects = step(handoff, settled)
+    assert (handoff.is_behind, handoff.forgotten, of(effects, fx.Forget)) == (True, True, [fx.Forget()])
+    return handoff
+
+
+def test_an_end_that_is_told_again_is_written_again_until_the_bucket_has_it() -> None:
+    """Who repeats it wants the record to say so; once it does, or somebody else has ended it, nothing more is written."""
+    handoff, effects = step(behind(), GONE)
+    (store,) = of(effects, fx.StoreRecord)
+    assert (store.record, store.last, len(effects)) == (handoff.record, handoff.revision, 1)
+    assert step(handoff, GONE) == (handoff, ())
+    older = replace(handoff.record, state=HandoffState.PREFILLING)
+    waiting, effects = lost(handoff, older)
+    assert (waiting.is_behind, effects) == (True, ())
+    assert [store.last for store in of(step(waiting, GONE)[1], fx.StoreRecord)] == [7]
+    for after, _ in (stored(handoff), lost(handoff, replace(handoff.record, state=HandoffState.FAILED))):
+        assert after == replace(after, is_behind=False, record=handoff.record)
+        assert step(after, GONE) == (after, ())
+
+
+def test_an_end_that_could_not_be_written_is_not_written_over_a_later_broker() -> None:
+    """It goes on with what it found, and is the one to be told: here the end stays as it was, and behind."""
+    before = step(behind(), GONE)[0]
+    found = replace(record(HandoffState.DECODING), fence=99)
+    handoff, effects = lost(before, found)
+    assert effects == ()
+    assert handoff == replace(before, stored=found, revision=7, writing=None)
+    assert handoff.is_behind
+    assert step(handoff, GONE) == (handoff, ())
+
+
 def test_an_ordinary_write_that_is_unknown_changes_nothing_else() -> None:
     """The record of the grant is written behind: the handoff goes on."""
     handoff, _ = reserved(reserving(KEY))
     wanted = handoff.writing
     after, effects = unknown(handoff)
     assert effects == ()
-    assert after == replace(handoff, stored=wanted, writing=None)
+    assert after == replace(handoff, stored=wanted, writing=None, is_behind=True)
 
 
 def test_a_record_that_was_never_created_fails_once_and_for_all() -> None:

@@ -42,8 +42,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     the deadline: whatever the bucket does); the others are written behind. A `verdict` waits for its compare-and-set.
     `told` are the workers that may hold something, `settled` those that hold nothing any more. An `adopted` one was begun by
     another broker: it is `resumed` once the bucket holds this term, and what that one was told is asked for again; a mixed worker
-    that is asked to run once more `may_be_over` with it, and its word of that is under way. `num_locks` counts how often the
-    request's lock was taken.
+    that is asked to run once more `may_be_over` with it, and its word of that is under way. One `is_behind` in the bucket, whose last
+    write had no answer in all of its time. `num_locks` counts how often the request's lock was taken.
     """
 
     policy: Policy
@@ -56,6 +56,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     revision: int = 0
     writing: HandoffRecord | None = None
     num_writes: int = 0
+    is_behind: bool = False
     verdict: Verdict | None = None
     ledger: Ledger | None = None
     finished: PrefillFinished | None = None

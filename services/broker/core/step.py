@@ -125,10 +125,13 @@ def step(handoff: Handoff, event: Event) -> Outcome:
             pulling.ended(turn, event.message)
         case DecodeTookOver():
             progress.decode_took_over(turn, event.message)
+            writes.catch_up(turn)
         case WorkerEnded():
             progress.worker_ended(turn, event.message)
+            writes.catch_up(turn)
         case CancelRequested():
             progress.cancel(turn, event)
+            writes.catch_up(turn)
         case DeadlinePassed():
             progress.expire(turn)
         case WorkerGone():

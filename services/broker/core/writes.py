@@ -15,24 +15,40 @@ from services.broker.core.effects import (
     Forget,
     StoreRecord,
 )
-from services.broker.core.handoff import Verdict, same_identity
+from services.broker.core.handoff import Handoff, Verdict, same_identity
 from services.broker.core.turn import Turn
 
 
 def pump(turn: Turn) -> None:
     """Write what the bucket does not hold yet, unless a write is under way; and end what has ended."""
     handoff = turn.handoff
-    if handoff.writing is None and not handoff.forgotten:
+    if handoff.writing is None and not handoff.forgotten and not _is_anothers(handoff):
         wanted = messages.for_bucket(_wanted(turn))
         if wanted != handoff.stored:
-            write = handoff.num_writes + 1
-            turn.set(writing=wanted, num_writes=write)
-            turn.effects.append(StoreRecord(write=write, record=wanted, last=handoff.revision or None))
+            _write(turn, wanted)
     handoff = turn.handoff
     if handoff.terminal and handoff.writing is None and handoff.told <= handoff.settled and not handoff.forgotten:
         # What is kept of it answers repetitions; the ledger is most of its memory, and nothing asks for it any more.
         turn.set(forgotten=True, ledger=None)
         turn.effects.append(Forget())
+
+
+def catch_up(turn: Turn) -> None:
+    """Somebody asks for what only the bucket can promise, and the last write was given up: try once more, also after the end."""
+    handoff = turn.handoff
+    if handoff.is_behind and handoff.writing is None and not _is_anothers(handoff):
+        _write(turn, messages.for_bucket(_wanted(turn)))
+
+
+def _is_anothers(handoff: Handoff) -> bool:
+    """Whether it has ended here while a broker of a later term goes on with it: that one has to hear of the end, and writes it."""
+    return handoff.terminal and handoff.stored is not None and handoff.stored.fence > handoff.policy.fence
+
+
+def _write(turn: Turn, wanted: HandoffRecord) -> None:
+    write = turn.handoff.num_writes + 1
+    turn.set(writing=wanted, num_writes=write)
+    turn.effects.append(StoreRecord(write=write, record=wanted, last=turn.handoff.revision or None))
 
 
 def _wanted(turn: Turn) -> HandoffRecord:
@@ -54,7 +70,7 @@ def stored(turn: Turn, write: int, revision: int) -> None:
     record = turn.handoff.writing
     if record is None or write != turn.handoff.num_writes:
         return
-    turn.set(stored=record, revision=revision, writing=None)
+    turn.set(stored=record, revision=revision, writing=None, is_behind=False)
     if not turn.handoff.submit_answered:
         turn.admit()
     if record.state is HandoffState.COMMITTED and turn.open and turn.state is HandoffState.PREFILLING:
@@ -82,10 +98,13 @@ def conflicted(turn: Turn, write: int, found: HandoffRecord | None, revision: in
         turn.set(stored=found, revision=revision, writing=None)
         if not handoff.terminal:
             turn.conclude(found)
-        turn.set(stored=turn.handoff.record)  # the loser obeys: what was found stays
+        turn.set(stored=turn.handoff.record, is_behind=False)  # the loser obeys: what was found stays
         return
     if found is not None and found.fence > handoff.policy.fence:
-        _make_way(turn, found, revision)
+        if handoff.terminal:  # an end that was told stays
+            turn.set(stored=found, revision=revision, writing=None, is_behind=True)
+        else:
+            _make_way(turn, found, revision)
         return
     if found is not None and handoff.is_claiming and not handoff.terminal and _has_changed_hands(turn, found):
         adoption.obey(turn, found, revision)
@@ -99,7 +118,7 @@ def unwritten(turn: Turn, write: int, error: ErrorInfo) -> None:
     if record is None or write != turn.handoff.num_writes:
         return
     never = turn.handoff.stored is None
-    turn.set(stored=record, writing=None)
+    turn.set(stored=record, writing=None, is_behind=True)
     if never and not turn.handoff.terminal:
         turn.conclude(messages.terminal_record(turn.handoff, Verdict(state=HandoffState.FAILED, error=error)))
         turn.set(stored=turn.handoff.record)
