@@ -55,8 +55,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a client may leave its buffers full before the stream is ended."""
     call_timeout_s: Seconds = 2.0
     """A call to a worker or to the broker is repeated after this long without an answer."""
-    cancel_timeout_s: Seconds = 5.0
-    """How long a cancel is repeated until the broker has heard of it."""
+    cancel_timeout_s: Seconds = 30.0
+    """How long a cancel is repeated until the broker has heard of it; longer than another one takes to lead."""
     outage_patience_s: Seconds = 12.0
     """How long a request waits for NATS, or for a broker that takes over, before its attempt has failed."""
     max_attempts: Count = 4

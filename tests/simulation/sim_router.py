@@ -165,7 +165,7 @@ async def open_router(  # noqa: PLR0917 - a process's ports
         dispatcher=Dispatcher(
             bus, clock, router_id=router_id, incarnation=incarnation, call_timeout_s=0.5, outage_patience_s=3.0
         ),
-        canceller=Canceller(bus, clock, log, cancels, timeout_s=5.0),
+        canceller=Canceller(bus, clock, log, cancels, timeout_s=30.0),
         replayer=Replayer(bus, metrics, acknowledgements, view=fleet.view),
         policy=RetryPolicy(max_attempts=4, max_failures=8, max_preemptions=64, first_delay_s=0.05, max_delay_s=1.0),
         budget=RetryBudget(share=0.1, floor_per_s=2.0, capacity=64, now=clock.monotonic()),
