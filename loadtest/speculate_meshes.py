@@ -30,6 +30,14 @@ _POLL_S: Final = 0.3
 _SHOWN_ERRORS: Final = 5
 
 
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one request: number `place` of a round."""
+
+    round: int
+    place: int
+    token_ids: tuple[int, ...]
+
+
 class MeshFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What clients and events of one mesh told: `num_steps` decode steps for all tokens but the first of each answer.
 
@@ -44,12 +52,22 @@ class MeshFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     num_drafted: int
     right: tuple[int, ...]
-    answers: tuple[tuple[int, ...], ...]
+    answers: tuple[Answer, ...]
 
     @property
     def num_right(self) -> int:
         """Guesses that were right."""
         return sum(self.right)
+
+    def answers_as(self, other: MeshFigures) -> tuple[int, int]:
+        """How many answers are the same as `other`'s, of those that both have."""
+        theirs = {(each.round, each.place): each.token_ids for each in other.answers}
+        found = [
+            each.token_ids == theirs.get((each.round, each.place))
+            for each in self.answers
+            if (each.round, each.place) in theirs
+        ]
+        return sum(found), len(found)
 
     @property
     def tokens_per_step(self) -> float:
@@ -89,7 +107,7 @@ async def _measure(  # noqa: PLR0917 - one kind
             samples = await run_rounds(targets, asked, load, warm_up=asked[:1], clock=clock, say=say)
             for mesh, depth in zip(meshes, depths, strict=True):
                 ours = [each for each in samples if each.mode == mesh.spec.mode]
-                good, told = await _heard(mesh, depth, ours, report, clock, say)
+                good, told = await _heard(mesh, depth, batch, ours, report, clock, say)
                 figures = mesh_figures(kind, depth, batch, good, told)
                 found += [] if figures is None else [figures]
     return found
@@ -104,16 +122,17 @@ def mesh_spec(settings: SpeculateSettings, kind: str, depth: int) -> MeshSpec:
 
 
 async def _heard(  # noqa: PLR0917 - one mesh
-    mesh: Mesh, depth: int, samples: Sequence[Sample], report: Report, clock: Clock, say: Say
+    mesh: Mesh, depth: int, batch: int, samples: Sequence[Sample], report: Report, clock: Clock, say: Say
 ) -> tuple[list[Sample], list[HandoffEvent]]:
     """The answers of a mesh, and what its events say of guesses; nothing where it does not tell of all of them."""
+    name = f"{mesh.spec.mode}, batch {batch}"
     failed = [sample.error for sample in samples if sample.error]
     for error in failed[:_SHOWN_ERRORS]:
-        report.fail(f"{mesh.spec.mode}: {error}")
+        report.fail(f"{name}: {error}")
     good = [sample for sample in samples if not sample.error]
     told = await _ends(mesh, good, clock, say) if depth else []
     if depth and len(told) != len(good):
-        report.fail(f"{mesh.spec.mode}: events tell of the guesses of {len(told)} requests of {len(good)}")
+        report.fail(f"{name}: events tell of the guesses of {len(told)} requests of {len(good)}")
         return [], []
     return good, told
 
@@ -140,7 +159,7 @@ def mesh_figures(
         right=tuple(
             sum(each.accepted_at[place] for each in told if place < len(each.accepted_at)) for place in range(places)
         ),
-        answers=tuple(each.token_ids for each in samples),
+        answers=tuple(Answer(round=each.round, place=each.place, token_ids=each.token_ids) for each in samples),
     )
 
 
@@ -171,7 +190,7 @@ def report_meshes(report: Report, found: Sequence[MeshFigures], speeds: Sequence
         if plain is None:
             raise PdmeshError(f"nothing was measured of {each.kind}, batch {each.batch}, without guesses")
         measured = plain.token_ms.p50 / each.token_ms.p50
-        equal = sum(one == other for one, other in zip(each.answers, plain.answers, strict=False))
+        equal, compared = each.answers_as(plain)
         rows.append(
             (
                 each.kind,
@@ -183,15 +202,14 @@ def report_meshes(report: Report, found: Sequence[MeshFigures], speeds: Sequence
                 " ".join(f"{count / each.num_steps:.2f}" for count in each.right) or "-",
                 percent(ratio(each.num_right, each.num_drafted), 1),
                 number(measured) if each.depth else "-",
-                f"{equal} of {len(each.answers)}",
+                f"{equal} of {compared}",
             )
         )
         if not each.depth:
             continue
         name = f"{each.kind}, batch {each.batch}, depth {each.depth}"
-        if equal < len(each.answers):
-            unequal = len(each.answers) - equal
-            report.fail(f"{name}: {unequal} of {len(each.answers)} answers differ from those without guesses")
+        if equal < compared:
+            report.fail(f"{name}: {compared - equal} of {compared} answers differ from those without guesses")
         allowed = [
             speed
             for speed in speeds

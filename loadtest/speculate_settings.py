@@ -50,6 +50,11 @@ class SpeculateSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValueError(field="output_tokens", value=self.num_output_tokens, rule=rule)
         for name in ("num_passes", "num_rounds"):
             check_least(name.removeprefix("num_"), getattr(self, name), 1)
+        if self.num_requests and self.num_requests < max(self.batches):
+            rule = (
+                f"0, or at least as many as are to be under way at once ({max(self.batches)}, the largest of batches)"
+            )
+            raise InvalidValueError(field="requests", value=self.num_requests, rule=rule)
         check_least("requests", self.num_requests, 0)
         for name in ("request_timeout_s", "time_limit_s"):
             check_above_zero(name, getattr(self, name))

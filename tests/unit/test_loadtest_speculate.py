@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -193,6 +194,15 @@ def test_other_answers_fail_and_other_guesses_miss_their_aim() -> None:
     assert (report.status, other.status) == (EXIT_GOOD, EXIT_FAILED)
 
 
+def test_answers_are_held_against_those_of_the_same_request() -> None:
+    """One that failed is missing, and makes none of the others a wrong one."""
+    one, two = [msgspec.structs.replace(_sample(ids, 6), place=place) for place, ids in enumerate(((1, 2), (3, 4)))]
+    whole, rest = mesh_figures(MIXED, 0, 1, [one, two], []), mesh_figures(MIXED, 2, 1, [two], [_end(2, (0, 0), 2)])
+    assert whole is not None
+    assert rest is not None
+    assert rest.answers_as(whole) == whole.answers_as(rest) == (1, 1)
+
+
 def test_every_column_is_explained() -> None:
     """Below the table: what a share is of, and which times are of what."""
     plain, guessing = _figures(900)
@@ -237,6 +247,7 @@ def _settings(*argv: str) -> SpeculateSettings:
         (["--passes", "0"], "passes"),
         (["--rounds", "0"], "rounds"),
         (["--requests", "-1"], "requests"),
+        (["--requests", "2", "--batches", "1,8"], "requests"),
         (["--request-timeout", "0"], "request_timeout_s"),
         (["--model", "/nowhere"], "model"),
         (["--time-limit", "0"], "time_limit_s"),
