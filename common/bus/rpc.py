@@ -38,7 +38,7 @@ class RefusedError(PdmeshError):
 
 
 class UnansweredError(PdmeshError):
-    """Raised by a handler whose word counts no more: whoever asked hears nothing, asks again, and reaches who has the say."""
+    """Raised by a handler that has nothing to say, or not yet: whoever asked hears nothing, asks again, and reaches who has the say."""
 
     code = ErrorCode.STALE_FENCE
 

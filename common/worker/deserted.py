@@ -29,8 +29,15 @@ class Deserted:
                 self._replicas.of(sequence).scheduler.hold(sequence)
 
     async def router_heard(self, router_id: str) -> None:
-        """It is there, or there again. What was stopped for it cannot go on here, and must not be waited for: it goes on elsewhere."""
-        deserted = tuple(each for each in self._table.sequences if each.router_id == router_id and each.is_deserted)
+        """It is there, or there again. What was stopped for it cannot go on here, and must not be waited for: it goes on elsewhere.
+
+        Unless it has ended all the same, in the step that was under way.
+        """
+        deserted = tuple(
+            each
+            for each in self._table.sequences
+            if each.router_id == router_id and each.is_deserted and not each.outcome
+        )
         for sequence in deserted:
             sequence.is_deserted = False
         if deserted:

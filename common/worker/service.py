@@ -13,7 +13,7 @@ import msgspec
 from common.bus.handoff_events import HandoffEvents
 from common.bus.port import Bucket, Bus, Subscription
 from common.bus.refusals import Refusals
-from common.bus.rpc import NO_HANDOFF, Handler, RefusedError
+from common.bus.rpc import NO_HANDOFF, Handler, RefusedError, UnansweredError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.logging import set_level
@@ -59,6 +59,8 @@ from contracts.workers import (
 
 _SWEEP_EVERY_S: Final = 1.0
 _MAX_REPORTS: Final = 4096
+_REPEAT_WAITS_S: Final = 2.0
+"""How long a repeated release waits for the first one, which may take as long as a rank stands still: repeats must not pile up."""
 
 
 class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -394,9 +396,14 @@ class WorkerService(ABC):
 
     async def _release_asked(self, data: bytes) -> msgspec.Struct:
         command = decode(data, ReleaseHandoff)
-        return await self.end(
-            command.handoff_id, tombstone=Deadline.from_remaining_ms(self.clock, command.tombstone_ms)
-        )
+        tombstone = Deadline.from_remaining_ms(self.clock, command.tombstone_ms)
+        if command.handoff_id not in self._ending:
+            return await self.end(command.handoff_id, tombstone=tombstone)
+        try:
+            async with Deadline.after(self.clock, _REPEAT_WAITS_S).timeout():
+                return await self.end(command.handoff_id, tombstone=tombstone)
+        except TimeoutError as error:
+            raise UnansweredError(f"the memory of {command.handoff_id} is not back yet") from error
 
     async def _handoffs_asked(self, data: bytes) -> msgspec.Struct:
         fence = decode(data, ListHandoffs).fence

@@ -13,6 +13,7 @@ from common.runtime.clock import Clock, Deadline
 from common.runtime.pauses import pauses
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, PdmeshError
+from contracts.requests import Refused
 
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 1.0
@@ -47,9 +48,9 @@ class Calls:
     ) -> Any:
         """The answer to `message()`, decoded as `kind`; `message` is built anew for each delivery, with the time that is left.
 
-        Raises WORKER_LOST when nobody has listened for `lost_after_s` (a `patient` call goes on to its deadline),
-        DEADLINE_EXCEEDED when no answer came in time, `CallAbandonedError` once `wanted` says no before a repeat, and
-        `CodecError` for an answer that is none.
+        Raises WORKER_LOST when nobody has listened for `lost_after_s`, DEADLINE_EXCEEDED when no answer came in time,
+        `CallAbandonedError` once `wanted` says no before a repeat, and `CodecError` for an answer that is none. A `patient` call
+        goes on to its deadline, also when nobody listens, and when the worker is too busy to look at it.
         """
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         lost: Deadline | None = None
@@ -58,7 +59,7 @@ class Calls:
             try:
                 timeout = min(self._call_timeout_s, deadline.remaining)
                 reply = await self._bus.request(subject, encode(message()), timeout=timeout)
-                return decode(reply.data, kind)
+                answer = decode(reply.data, kind)
             except PayloadTooLarge:
                 raise
             except NoResponders as error:
@@ -70,6 +71,10 @@ class Calls:
             except BusError as error:
                 lost = None
                 reason = error.message
+            else:
+                if not (patient and isinstance(answer, Refused) and answer.error.code is ErrorCode.OVERLOADED):
+                    return answer
+                reason = answer.error.message
             if not wanted():
                 raise CallAbandonedError(f"{subject} is not wanted any more")
             await self._clock.sleep(min(next(waits), deadline.remaining))

@@ -23,6 +23,7 @@ _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 0.5
 _MAX_ENDED: Final = 1024
 """How many ended handoffs are told again at most: far more than can end while a broker goes down."""
+
 Outcome = RecordStored | RecordConflict | RecordUnwritten
 
 

@@ -41,6 +41,10 @@ _DELIVERIES: Final = 3
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.0
 _MAX_UNHEARD: Final = 1024
+_ON_ITS_WAY_S: Final = 5.0
+"""How long a submit that nobody has answered may still be on its way to a broker that answers other questions."""
+_NOT_HEARD: Final = frozenset({ErrorCode.OVERLOADED, ErrorCode.INTERNAL})
+"""Refusals of a broker that has not looked at what it was told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +210,15 @@ class Canceller:
         await self._hint(attempt)
         if submission is Submission.NONE:
             return
-        deadline = Deadline.after(self._clock, self._timeout_s)
+        deadline, unknown_until = Deadline.after(self._clock, self._timeout_s), None
         for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
-            if await self._ask_broker(request, submission, deadline):
+            answer = await self._ask_broker(request, deadline)
+            if isinstance(answer, Refused) and answer.error.code is ErrorCode.UNKNOWN_HANDOFF:
+                # If the submit may be on its way still, not to know of it is no answer: for a while.
+                unknown_until = unknown_until or Deadline.after(self._clock, _ON_ITS_WAY_S)
+                if submission is Submission.ACCEPTED or unknown_until.passed:
+                    return
+            elif answer is not None:
                 return
             await self._clock.sleep(pause_s)
             if deadline.passed:
@@ -223,16 +233,15 @@ class Canceller:
             self._unheard.append(request_id)
             self._log.error("cancel_not_heard", request_id=request_id, handoff_id=attempt.handoff_id, reason=reason)
 
-    async def _ask_broker(self, request: CancelRequest, submission: Submission, deadline: Deadline) -> bool:
-        """Say whether the broker has heard. If the submit may be on its way still, not to know of it is no answer."""
+    async def _ask_broker(self, request: CancelRequest, deadline: Deadline) -> Accepted | Refused | None:
+        """What the broker says to it; None if it has not heard."""
         subject = subjects.broker_rpc(BrokerVerb.CANCEL)
         try:
             reply = await self._bus.request(subject, encode(request), timeout=min(1.0, deadline.remaining))
             answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
         except (BusError, CodecError):
-            return False
-        unknown = isinstance(answer, Refused) and answer.error.code is ErrorCode.UNKNOWN_HANDOFF
-        return submission is Submission.ACCEPTED or not unknown
+            return None
+        return None if isinstance(answer, Refused) and answer.error.code in _NOT_HEARD else answer
 
     async def _hint(self, attempt: Attempt) -> None:
         data = encode(CancelWork(handoff_id=attempt.handoff_id))

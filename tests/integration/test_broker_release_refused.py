@@ -1,9 +1,13 @@
 """A worker whose engine is lost cannot release: that is said as it is, and the handoff ends."""
 
+from typing import Any
+
+import msgspec
 import structlog
 
 from common.bus.memory import MemoryServer
 from contracts.errors import ErrorCode
+from contracts.handoff import Released
 from tests.integration.broker_world import World, in_world
 from tests.integration.handoff_stages import OK, forgotten, prefilling
 from tests.integration.scripted_worker import refusing
@@ -20,5 +24,26 @@ def test_a_refused_release_is_told_with_the_workers_reason() -> None:
             await forgotten(world)
         (line,) = [line for line in lines if line["event"] == "release_unheard"]
         assert (line["error_code"], line["worker_id"]) == ("worker_lost", world.decode.ref.worker_id)
+
+    in_world(scenario)
+
+
+def test_a_worker_that_is_too_busy_is_asked_to_release_again() -> None:
+    """It has not looked at what it was asked: its memory would be held until the deadline, and its times would be lost."""
+
+    async def scenario(world: World, _: MemoryServer) -> None:
+        left, busy = [3], refusing(ErrorCode.OVERLOADED)
+
+        def script(message: Any) -> msgspec.Struct | None:
+            left[0] -= 1
+            return busy(message) if left[0] else Released(handoff_id=message.handoff_id)
+
+        world.decode.scripts["release"] = script
+        with structlog.testing.capture_logs() as lines:
+            await prefilling(world)
+            assert await world.cancel() == OK
+            await forgotten(world)
+        assert left == [0]
+        assert not [line for line in lines if line["event"] == "release_unheard"]
 
     in_world(scenario)

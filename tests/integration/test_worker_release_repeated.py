@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from common.bus.errors import BusTimeout
+from common.bus.rpc import UnansweredError
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode
@@ -70,6 +71,28 @@ def test_prefill_acknowledges_no_release_while_its_engine_is_at_work() -> None:
         assert not service.links._transfers
         assert not service._prefills
         assert (await _release(mesh, "prefill", 1.0)).response_rpc_ms is None, "what is over is known no more"
+
+    in_mesh(scenario)
+
+
+def test_repeats_of_a_release_do_not_wait_as_long_as_the_first() -> None:
+    """They would pile up while an engine stands still, until the worker could be asked nothing: each hears nothing after two seconds."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pair(mesh)
+        await _computed(mesh)
+        service = mesh.services["prefill-0"]
+        async with service.replicas[0].loop.lock:
+            first = mesh.group.create_task(service._release_asked(encode(RELEASE)))
+            await mesh.clock.sleep(0.1)
+            for _ in range(5):
+                began = mesh.clock.monotonic()
+                with pytest.raises(UnansweredError, match="not back yet"):
+                    await service._release_asked(encode(RELEASE))
+                assert mesh.clock.monotonic() - began == pytest.approx(2.0)
+            assert not first.done()
+        assert isinstance(await first, Released)
+        assert _num_held(mesh, "prefill") == 0
 
     in_mesh(scenario)
 

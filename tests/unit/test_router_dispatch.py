@@ -18,8 +18,8 @@ from common.runtime.tasks import BoundedTasks
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from contracts import subjects
 from contracts.codec import decode, encode
-from contracts.errors import ErrorCode, PdmeshError
-from contracts.requests import Accepted, MixedRoute, SamplingParams, SubmitRequest, WorkerRef
+from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
+from contracts.requests import Accepted, CancelRequest, MixedRoute, Refused, SamplingParams, SubmitRequest, WorkerRef
 from contracts.subjects import BrokerVerb
 from services.router.core.prompt_frames import pack_ids, prompt_hash
 from services.router.core.remainder import Remainder
@@ -158,5 +158,50 @@ def test_a_cancel_that_nobody_hears_is_told_once_a_request() -> None:
                     canceller.cancel(each, Submission.ACCEPTED, reason="test")
         told = [line["request_id"] for line in lines if line["event"] == "cancel_not_heard"]
         assert sorted(told) == ["r1", "r2"]
+
+    in_bus(scenario)
+
+
+@pytest.mark.parametrize(
+    ("submission", "codes", "took_s"),
+    [
+        (Submission.ACCEPTED, [ErrorCode.UNKNOWN_HANDOFF], (0, 0)),
+        (Submission.ACCEPTED, [ErrorCode.OVERLOADED, ErrorCode.INTERNAL, None], (0.2, 1)),
+        (Submission.MAYBE, [ErrorCode.UNKNOWN_HANDOFF, ErrorCode.UNKNOWN_HANDOFF, None], (0.2, 1)),
+        (Submission.MAYBE, [ErrorCode.UNKNOWN_HANDOFF] * 100, (5, 7)),
+    ],
+    ids=["it is over", "nobody looked at it", "it was on its way", "it never came"],
+)
+def test_a_cancel_is_repeated_until_it_has_been_looked_at(
+    submission: Submission, codes: list[ErrorCode | None], took_s: tuple[float, float]
+) -> None:
+    """A broker that is too busy has heard nothing; one that does not know the handoff may get to know it, but not for ever."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        answers = iter(codes)
+
+        async def broker() -> None:
+            async with await server.connect().subscribe(subjects.broker_rpc(BrokerVerb.CANCEL)) as calls:
+                async for message in calls:
+                    handoff_id, code = decode(message.data, CancelRequest).handoff_id, next(answers)
+                    refused = (
+                        None if code is None else Refused(handoff_id=handoff_id, error=ErrorInfo(code=code, message=""))
+                    )
+                    await message.respond(encode(refused or Accepted(handoff_id=handoff_id)))
+
+        log: Any = structlog.get_logger()
+        with capture_logs() as lines:
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(broker())
+                await clock.sleep(0.0)
+                began = clock.monotonic()
+                async with asyncio.TaskGroup() as cancels:
+                    tasks = BoundedTasks(cancels, name="cancel", limit=8)
+                    Canceller(server.connect(), clock, log, tasks, timeout_s=30.0).cancel(
+                        attempt(), submission, reason="test"
+                    )
+                assert took_s[0] <= clock.monotonic() - began <= took_s[1]
+                task.cancel()
+        assert not lines
 
     in_bus(scenario)
