@@ -78,7 +78,7 @@ class WorkerRecord(Versioned, frozen=True, kw_only=True, tag="worker_record"):
     """A worker's key in `PD_WORKERS`, put every 2 s; the bucket's time to live removes a dead worker's.
 
     It has `dp` replicas of `tp` ranks each. `num_blocks`, `num_slots` and `load` are sums over the replicas;
-    `max_sequence_tokens` is what one replica can hold, because a sequence lives in one. Each `dcp` ranks share the blocks of a
+    `max_sequence_tokens` is what one replica can hold, because a sequence lives in one, and messages can name. Each `dcp` ranks share the blocks of a
     sequence, so that a block id stands for `dcp` blocks of `block_size` tokens. `max_prompt_tokens` is the longest prompt that a
     worker computes which takes none in pieces.
     """

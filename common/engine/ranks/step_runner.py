@@ -231,7 +231,8 @@ class StepRunner:
     ) -> list[list[int]]:
         """The tokens that each sequence goes on with, on all ranks: the model's own choices, as far as its guesses were right.
 
-        They end before the first row whose logits are not sound: none where that is the first of a sequence. The choice at a position depends on what stands before it and on the position's random number, never on what was guessed:
+        They end before the first row whose logits are not sound: none where that is the first of a sequence, as it is when what
+        is wrong with a guess is its key or value, which the rows before it read too. The choice at a position depends on what stands before it and on the position's random number, never on what was guessed:
         so guesses change nothing but the number of steps.
         """
         draws = [
