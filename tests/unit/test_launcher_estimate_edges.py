@@ -9,6 +9,7 @@ from common.engine.model.config import load_config
 from common.engine.model.shard import RankShard
 from common.worker.cache_need import cache_need
 from common.worker.settings import WorkerSettings
+from contracts.handoff import max_granted_blocks
 from contracts.manifest import Dtype
 from contracts.workers import WorkerRole
 from services.launcher.app import EXIT_CLEAN, run
@@ -41,6 +42,18 @@ def test_memory_that_is_just_enough_is_enough() -> None:
     least = need.num_bytes + rank_weight_bytes(RankShard(config=CONFIG), Dtype.FLOAT32)
     assert capacity_of(ONE, least).num_requests == roomy.num_requests
     assert capacity_of(ONE, least - 1).num_requests == roomy.num_requests - 1
+
+
+def test_no_more_blocks_are_promised_than_messages_can_name() -> None:
+    """A worker of small blocks refuses a request whose blocks no grant holds, however much memory there is."""
+    size, memory = msgspec.structs.replace(ONE, block_size=1), 1 << 36
+    capacity = capacity_of(size, memory)
+    assert capacity.num_requests > 1
+    most = max_granted_blocks(capacity.num_tokens)
+    assert capacity.num_tokens <= most
+    longer = estimate_worker(CONFIG, size, num_tokens=most + 1000, memory_bytes=memory).capacity
+    assert longer is not None
+    assert longer.num_requests == 0
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -13,6 +13,7 @@ from common.engine.model.shard import RankShard
 from common.engine.ranks.cache_shape import cache_shape
 from common.layout.context_parallel import check_group, dcp_rank, local_length
 from common.layout.region import RegionMap, lay_out
+from contracts.handoff import max_granted_blocks
 from contracts.manifest import Coordinates, Dtype, Namespace, RankManifest, Role
 from services.launcher.core.rank_weights import rank_weight_bytes
 
@@ -186,7 +187,7 @@ def _rank(config: ModelConfig, size: WorkerSize, rank: int, num_tokens: int) -> 
 def _capacity(
     config: ModelConfig, size: WorkerSize, ranks: tuple[RankEstimate, ...], num_tokens: int, memory_bytes: int
 ) -> Capacity:
-    """All ranks of a replica keep the same blocks and slots, so the fullest one decides."""
+    """All ranks of a replica keep the same blocks and slots, so the fullest one decides; and messages must be able to name them."""
     left = memory_bytes - max(each.weight_bytes for each in ranks)
 
     def fits(num_blocks: int, num_slots: int) -> bool:
@@ -195,7 +196,10 @@ def _capacity(
 
     per_request = blocks_for(size, num_tokens)
     longest = _largest(lambda count: fits(count, 1))
-    num_requests = _largest(lambda count: fits(count * per_request, count))
+    longest = min(longest, max_granted_blocks(max(1, longest)))
+    num_requests = _largest(
+        lambda count: per_request <= max_granted_blocks(count * per_request) and fits(count * per_request, count)
+    )
     return Capacity(
         memory_bytes=memory_bytes,
         left_bytes=max(0, left),
