@@ -19,7 +19,7 @@ up: $(VENV)/.worker
 
 # Three processes, on however many cores: much of a test's time is waiting, and each process has a mesh of its own running.
 test: $(VENV)/.dev
-	$(BIN)/pytest -n 3 -m "not long"
+	$(BIN)/pytest -n 3 -m "not long" --timeout 300
 
 test-long: $(VENV)/.dev
 	$(BIN)/pytest -n 3
