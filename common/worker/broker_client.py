@@ -19,8 +19,6 @@ from contracts.subjects import BrokerVerb
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ASK_S: Final = 2.0
-_NOT_HEARD: Final = frozenset({ErrorCode.OVERLOADED, ErrorCode.INTERNAL})
-"""Refusals of a broker that has not looked at what it was told."""
 
 Report = PrefillFinished | PullEnded | TakenOver | RequestEnded
 
@@ -40,7 +38,10 @@ class BrokerClient:
         self._clock = clock
 
     async def deliver(self, report: Report, deadline: Deadline) -> Answer:
-        """Send until it is heard; the answer may be a refusal of what it says. Raises DEADLINE_EXCEEDED when nobody heard it in time."""
+        """Send until it is heard; the answer may be a refusal, but of a broker that was too busy to look at it.
+
+        Raises DEADLINE_EXCEEDED when nobody heard it in time.
+        """
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         subject = subjects.broker_rpc(_VERBS[type(report)])
         data = encode(report)
@@ -51,7 +52,7 @@ class BrokerClient:
             except BusError:
                 pass
             else:
-                if not isinstance(answer, Refused) or answer.error.code not in _NOT_HEARD:
+                if not isinstance(answer, Refused) or answer.error.code is not ErrorCode.OVERLOADED:
                     return answer
             await self._clock.sleep(min(next(waits), deadline.remaining))
         raise PdmeshError(f"the broker did not answer {type(report).__name__}", code=ErrorCode.DEADLINE_EXCEEDED)

@@ -50,7 +50,7 @@ class Records:
             try:
                 async with deadline.timeout():
                     return await self._try(effect)
-            except (StorageRefused, CodecError) as error:
+            except StorageRefused as error:
                 reason = error.message
                 break
             except BusError as error:
@@ -75,7 +75,7 @@ class Records:
                 entry = await bucket.get(key)
                 if entry is None and effect.last is None:
                     continue  # the key that stood in the way has expired meanwhile
-                found = None if entry is None else decode(entry.value, HandoffRecord)
+                found = None if entry is None else _record_in(entry.value)
                 held = 0 if entry is None else entry.revision
                 now_ns = self._clock.monotonic_ns()
                 return RecordConflict(at_ns=now_ns, write=effect.write, found=found, revision=held)
@@ -119,6 +119,14 @@ class Records:
         if self._bucket is None:
             raise AssertionError("`open` comes first")
         return self._bucket
+
+
+def _record_in(value: bytes) -> HandoffRecord | None:
+    """What stands at a key; None for what is no record: whoever put it there has no say, and it is written over."""
+    try:
+        return decode(value, HandoffRecord)
+    except CodecError:
+        return None
 
 
 def _latest(ended: dict[str, tuple[HandoffRecord, int]]) -> list[tuple[HandoffRecord, int]]:

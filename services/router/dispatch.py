@@ -43,8 +43,6 @@ _LONGEST_PAUSE_S: Final = 1.0
 _MAX_UNHEARD: Final = 1024
 _ON_ITS_WAY_S: Final = 5.0
 """How long a submit that nobody has answered may still be on its way to a broker that answers other questions."""
-_NOT_HEARD: Final = frozenset({ErrorCode.OVERLOADED, ErrorCode.INTERNAL})
-"""Refusals of a broker that has not looked at what it was told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,14 +232,14 @@ class Canceller:
             self._log.error("cancel_not_heard", request_id=request_id, handoff_id=attempt.handoff_id, reason=reason)
 
     async def _ask_broker(self, request: CancelRequest, deadline: Deadline) -> Accepted | Refused | None:
-        """What the broker says to it; None if it has not heard."""
+        """What the broker says to it; None if it has not heard, or was too busy to look at it."""
         subject = subjects.broker_rpc(BrokerVerb.CANCEL)
         try:
             reply = await self._bus.request(subject, encode(request), timeout=min(1.0, deadline.remaining))
             answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
         except (BusError, CodecError):
             return None
-        return None if isinstance(answer, Refused) and answer.error.code in _NOT_HEARD else answer
+        return None if isinstance(answer, Refused) and answer.error.code is ErrorCode.OVERLOADED else answer
 
     async def _hint(self, attempt: Attempt) -> None:
         data = encode(CancelWork(handoff_id=attempt.handoff_id))

@@ -166,11 +166,12 @@ def test_a_cancel_that_nobody_hears_is_told_once_a_request() -> None:
     ("submission", "codes", "took_s"),
     [
         (Submission.ACCEPTED, [ErrorCode.UNKNOWN_HANDOFF], (0, 0)),
-        (Submission.ACCEPTED, [ErrorCode.OVERLOADED, ErrorCode.INTERNAL, None], (0.2, 1)),
+        (Submission.ACCEPTED, [ErrorCode.OVERLOADED, ErrorCode.OVERLOADED, None], (0.2, 1)),
+        (Submission.ACCEPTED, [ErrorCode.INTERNAL], (0, 0)),
         (Submission.MAYBE, [ErrorCode.UNKNOWN_HANDOFF, ErrorCode.UNKNOWN_HANDOFF, None], (0.2, 1)),
         (Submission.MAYBE, [ErrorCode.UNKNOWN_HANDOFF] * 100, (5, 7)),
     ],
-    ids=["it is over", "nobody looked at it", "it was on its way", "it never came"],
+    ids=["it is over", "nobody looked at it", "it cannot be done", "it was on its way", "it never came"],
 )
 def test_a_cancel_is_repeated_until_it_has_been_looked_at(
     submission: Submission, codes: list[ErrorCode | None], took_s: tuple[float, float]

@@ -25,13 +25,15 @@ def refused(code: ErrorCode) -> Refused:
     return Refused(handoff_id="h", error=ErrorInfo(code=code, message=""))
 
 
-@pytest.mark.parametrize("last", [Accepted(handoff_id="h"), refused(ErrorCode.UNKNOWN_HANDOFF)])
+@pytest.mark.parametrize(
+    "last", [Accepted(handoff_id="h"), refused(ErrorCode.UNKNOWN_HANDOFF), refused(ErrorCode.INTERNAL)]
+)
 def test_who_is_too_busy_is_told_again(last: Accepted | Refused) -> None:
     """A broker that refuses all questions alike has heard nothing; what it says of the report itself counts."""
 
     async def main(clock: VirtualClock) -> None:
         server = MemoryServer(clock)
-        answers = iter((refused(ErrorCode.OVERLOADED), refused(ErrorCode.INTERNAL), last))
+        answers = iter((refused(ErrorCode.OVERLOADED), refused(ErrorCode.OVERLOADED), last))
 
         async def broker() -> None:
             async with await server.connect().subscribe(subjects.broker_rpc(BrokerVerb.ENDED)) as calls:
