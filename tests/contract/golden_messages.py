@@ -10,7 +10,7 @@ from typing import Final, get_args
 
 import msgspec
 
-from contracts import codec, events, handoff, leases, links, pull, rank, requests, routers, show, workers
+from contracts import codec, events, handoff, leases, links, pull, rank, rank_codec, requests, routers, show, workers
 from contracts.codec import Versioned
 from tests.contract.golden_rank_samples import RANK_MESSAGES
 from tests.contract.golden_samples import BUS_MESSAGES
@@ -43,7 +43,8 @@ def files() -> dict[Path, bytes]:
     """What every golden file holds: JSON for the bus, msgpack as hexadecimal text for ranks."""
     bus = {FOLDER / f"{tag_of(message)}.json": codec.encode(message) for message in BUS_MESSAGES}
     ranks = {
-        FOLDER / f"{tag_of(message)}.msgpack.hex": rank.encode(message).hex().encode() for message in RANK_MESSAGES
+        FOLDER / f"{tag_of(message)}.msgpack.hex": rank_codec.encode(message).hex().encode()
+        for message in RANK_MESSAGES
     }
     return {path: content + b"\n" for path, content in (bus | ranks).items()}
 

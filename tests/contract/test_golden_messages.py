@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from contracts import codec, rank
+from contracts import codec, rank, rank_codec
 from contracts.codec import SCHEMA_VERSION, Versioned
 from contracts.errors import CodecError
 from tests.contract.golden_messages import FOLDER, bus_kinds, files, rank_kinds, tag_of
@@ -27,7 +27,7 @@ def golden(message: msgspec.Struct, suffix: str) -> bytes:
 
 def decoded(message: RankMessage, data: bytes) -> RankMessage:
     """Read it as its receiver does."""
-    return rank.decode_command(data) if isinstance(message, rank.RankCommand) else rank.decode_message(data)
+    return rank_codec.decode_command(data) if isinstance(message, rank.RankCommand) else rank_codec.decode_message(data)
 
 
 def test_every_message_has_a_golden_file_and_no_file_is_left_over() -> None:
@@ -76,7 +76,7 @@ def test_bus_messages_are_not_taken_for_another(message: Versioned) -> None:
 def test_rank_messages_encode_to_the_golden_bytes(message: RankMessage) -> None:
     """The same for what a worker and its ranks say to each other."""
     data = bytes.fromhex(golden(message, "msgpack.hex").decode())
-    assert rank.encode(message) == data
+    assert rank_codec.encode(message) == data
     assert decoded(message, data) == message
 
 
@@ -90,7 +90,7 @@ def test_rank_messages_ignore_unknown_fields(message: RankMessage) -> None:
 @RANKS
 def test_rank_messages_that_are_cut_short_are_refused(message: RankMessage) -> None:
     """A datagram that lost its end is an error with a name."""
-    data = rank.encode(message)
+    data = rank_codec.encode(message)
     with pytest.raises(CodecError, match="not a rank message"):
         decoded(message, data[:-1])
 

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from common.schemas.json_schema import bus_schemas, rank_schemas, tag_of
-from contracts import codec, rank
+from contracts import codec, rank, rank_codec
 from contracts.codec import SCHEMA_VERSION, Versioned
 from contracts.errors import CodecError
 from tests.contract.golden_messages import FOLDER
@@ -77,7 +77,7 @@ def _rank_takes(value: Any, *, command: bool) -> bool | None:
     except OverflowError:
         return None
     try:
-        rank.decode_command(data) if command else rank.decode_message(data)
+        rank_codec.decode_command(data) if command else rank_codec.decode_message(data)
     except CodecError:
         return False
     return True

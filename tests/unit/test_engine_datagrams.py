@@ -20,7 +20,6 @@ from contracts.errors import CodecError, ErrorCode, InvalidValueError
 from contracts.handoff import Grant, max_granted_blocks
 from contracts.rank import (
     MAX_BOUND_BLOCKS,
-    MAX_RANK_MESSAGE_BYTES,
     BindSequence,
     Done,
     PushTarget,
@@ -29,11 +28,8 @@ from contracts.rank import (
     StepItem,
     StepPlan,
     StopRank,
-    decode_command,
-    decode_message,
-    encode,
-    most_step_tokens,
 )
+from contracts.rank_codec import MAX_RANK_MESSAGE_BYTES, decode_command, decode_message, encode, most_step_tokens
 from contracts.requests import SamplingParams
 
 WIDE = (1 << 32) - 1

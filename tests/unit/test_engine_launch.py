@@ -14,7 +14,8 @@ import os, signal, socket
 from multiprocessing import forkserver
 from common.engine.ranks.datagrams import Joiner, split
 from common.engine.ranks.launch import ProcessLauncher
-from contracts.rank import Done, StopRank, decode_message, encode
+from contracts.rank import Done, StopRank
+from contracts.rank_codec import decode_message, encode
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]

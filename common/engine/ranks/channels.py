@@ -25,9 +25,8 @@ from contracts.rank import (
     SequenceDigests,
     StepDone,
     StopRank,
-    decode_message,
-    encode,
 )
+from contracts.rank_codec import decode_message, encode
 from contracts.rank_pull import PullStopped, RoleMerged, ShardPulled
 
 MAX_PUSH_REPORTS: Final = 1 << 16

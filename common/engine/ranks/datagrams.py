@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from contracts.errors import CodecError
-from contracts.rank import MAX_RANK_MESSAGE_BYTES
+from contracts.rank_codec import MAX_RANK_MESSAGE_BYTES
 
 MAX_DATAGRAM_BYTES: Final = 192 * 1024
 """What a socket pair carries without special rights: its buffer is 208 KiB, of which the kernel wants some for itself."""

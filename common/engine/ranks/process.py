@@ -20,16 +20,8 @@ from common.engine.ranks.rank import Rank, RankPorts, error_info
 from common.engine.transfer.transports import open_data_plane
 from common.runtime.clock import Clock, SystemClock
 from contracts.errors import InvalidValueError
-from contracts.rank import (
-    CollectivesKind,
-    Done,
-    RankCommand,
-    RankMessage,
-    StartRank,
-    StopRank,
-    decode_command,
-    encode,
-)
+from contracts.rank import CollectivesKind, Done, RankCommand, RankMessage, StartRank, StopRank
+from contracts.rank_codec import decode_command, encode
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

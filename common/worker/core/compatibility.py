@@ -17,7 +17,7 @@ from common.worker.settings import ARRIVAL, DEFAULT_TRANSPORT_HOST, MTP, PulledR
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.pull import Transfer
-from contracts.rank import most_step_tokens
+from contracts.rank_codec import most_step_tokens
 from contracts.workers import WorkerRole
 
 DEVICES: Final = ("cpu",)
