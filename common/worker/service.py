@@ -407,6 +407,8 @@ class WorkerService(ABC):
 
     async def _handoffs_asked(self, data: bytes) -> msgspec.Struct:
         fence = decode(data, ListHandoffs).fence
+        # From here on the broker before is refused, so that all that it has brought here is in the answer.
+        await self._fences.settle(NO_HANDOFF, fence)
         if self.table.is_deposed(fence):
             raise RefusedError(NO_HANDOFF, ErrorCode.STALE_FENCE, f"fence: {fence} is below the highest one seen")
         return HandoffList(incarnation=self.incarnation, handoff_ids=tuple(sorted(self.held_handoffs())))

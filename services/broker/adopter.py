@@ -51,6 +51,15 @@ class Adopter:
             self._adopt(record, revision)
         return len(left_over)
 
+    def take_left(self, record: HandoffRecord, revision: int) -> Live | None:
+        """Go on with what a broker of an earlier term wrote when this one had looked already; None for any other record.
+
+        It only stood still, and told somebody that it had taken the request on before it noticed that its term was over.
+        """
+        if record.state.terminal or record.fence >= self._policy.fence:
+            return None
+        return self._adopt(record, revision)
+
     def take_stray(self, record: HandoffRecord, revision: int) -> None:
         """End what nobody goes on with: whoever asked for it was refused, or has asked again."""
         now_ns = self._clock.monotonic_ns()

@@ -1,7 +1,8 @@
 """Handoffs that a worker holds though no broker goes on with them: their memory is taken back.
 
-A broker may die between the last message to a worker and the release; its record may be gone, or say that all is over. Each
-start of a worker that is met in a term of leadership is asked once what it holds.
+A broker may die between the last message to a worker and the release; its record may be gone, or say that all is over. A worker
+that was cut off may be taken for gone, and come back as the same start with all that it held. So each start of a worker that is met
+in a term of leadership is asked what it holds: once, and once more for each release that it did not answer.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from common.bus.errors import BusError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
 from contracts import subjects
 from contracts.errors import CodecError, PdmeshError
-from contracts.handoff import HandoffList, ListHandoffs, Released, ReleaseHandoff
+from contracts.handoff import HandoffList, HandoffRecord, ListHandoffs, Released, ReleaseHandoff
 from contracts.requests import Accepted, Refused, WorkerRef
 from contracts.subjects import WorkerVerb
 from contracts.workers import WorkerRole
 from services.broker.calls import Calls
+from services.broker.core import messages
 from services.broker.core.deadline_text import seconds_left
+from services.broker.core.handoff import Handoff
 from services.broker.records import Records
 
 _ASK_S: Final = 30.0
@@ -32,7 +34,10 @@ _MAX_MET: Final = 4096
 
 
 class Orphans:
-    """Asks workers, and releases what is nobody's. `is_known` says whether this broker goes on with a handoff itself."""
+    """Asks workers, and releases what is nobody's. `find` is asked for what this broker remembers of a handoff.
+
+    What a broker that stood still had begun when this term began already is given to `take_left`, with its revision.
+    """
 
     def __init__(
         self,
@@ -45,7 +50,8 @@ class Orphans:
         group: asyncio.TaskGroup,
         fence: int,
         tombstone_margin_ms: int,
-        is_known: Callable[[str], bool],
+        find: Callable[[str], Handoff | None],
+        take_left: Callable[[HandoffRecord, int], object],
     ) -> None:
         self._calls = calls
         self._records = records
@@ -53,7 +59,8 @@ class Orphans:
         self._log = log
         self._fence = fence
         self._tombstone_margin_ms = tombstone_margin_ms
-        self._is_known = is_known
+        self._find = find
+        self._take_left = take_left
         self._met: dict[WorkerRef, None] = {}
         self._tasks = BoundedTasks(group, name="orphans", limit=_MAX_ASKED_AT_ONCE, on_error=self._failed)
         self._released = metrics.counter(
@@ -68,6 +75,10 @@ class Orphans:
         while len(self._met) > _MAX_MET:
             del self._met[next(iter(self._met))]
 
+    def expect(self, worker: WorkerRef) -> None:
+        """Note that a start may hold what it was to release: its next sign of life asks it."""
+        self._met.pop(worker, None)
+
     async def _survey(self, role: WorkerRole, worker: WorkerRef) -> None:
         subject = subjects.worker_rpc(role, worker.worker_id, WorkerVerb.HANDOFFS)
         deadline = Deadline.after(self._clock, _ASK_S)
@@ -75,8 +86,9 @@ class Orphans:
             answer = await self._calls.ask(
                 subject, lambda: ListHandoffs(fence=self._fence), HandoffList | Refused, deadline, patient=True
             )
-        except PdmeshError as error:  # what it holds ends at its deadline
+        except PdmeshError as error:
             self._log.info("handoffs_not_listed", worker_id=worker.worker_id, error_code=str(error.code))
+            self.expect(worker)
             return
         if isinstance(answer, Refused) or answer.incarnation != worker.incarnation:
             return  # a newer broker leads, or a newer start will be met
@@ -90,20 +102,12 @@ class Orphans:
                     worker_id=worker.worker_id,
                     error_code=str(error.code),
                 )
+                self.expect(worker)
 
     async def _judge(self, role: WorkerRole, worker: WorkerRef, handoff_id: str) -> None:
-        if self._is_known(handoff_id):
+        message = self._release_of(role, self._find(handoff_id)) or await self._release_by_record(handoff_id)
+        if message is None:
             return
-        try:
-            kept = await self._records.find(handoff_id)
-        except (BusError, CodecError) as error:  # who cannot be judged keeps its memory until its deadline
-            self._log.info("orphan_not_judged", handoff_id=handoff_id, error_code=str(error.code))
-            return
-        if self._is_known(handoff_id) or (kept is not None and not kept[0].state.terminal):
-            return
-        left_ms = 0 if kept is None else round(1e3 * seconds_left(kept[0].deadline_at, self._clock.wall_time()))
-        reason = "no broker knows of it" if kept is None else f"it is {kept[0].state}"
-        message = ReleaseHandoff(handoff_id=handoff_id, reason=reason, tombstone_ms=left_ms + self._tombstone_margin_ms)
         subject = subjects.worker_rpc(role, worker.worker_id, WorkerVerb.RELEASE)
         answer = await self._calls.ask(
             subject, lambda: message, Accepted | Released | Refused, Deadline.after(self._clock, _ASK_S), patient=True
@@ -111,7 +115,39 @@ class Orphans:
         if isinstance(answer, Refused):
             raise PdmeshError.from_info(answer.error)
         self._released.inc()
-        self._log.info("orphan_released", handoff_id=handoff_id, worker_id=worker.worker_id, reason=reason)
+        self._log.info("orphan_released", handoff_id=handoff_id, worker_id=worker.worker_id, reason=message.reason)
+
+    def _release_of(self, role: WorkerRole, handoff: Handoff | None) -> ReleaseHandoff | None:
+        """The release of what this broker remembers, once it expects no more of this worker."""
+        if handoff is None or not (role in handoff.settled or (handoff.terminal and handoff.forgotten)):
+            return None
+        return messages.release(handoff, "its release was not heard", self._clock.monotonic_ns())
+
+    async def _release_by_record(self, handoff_id: str) -> ReleaseHandoff | None:
+        """The release of what no broker goes on with, as the bucket says. Raises `BusError`.
+
+        What cannot be read cannot be judged, and keeps its memory until its deadline.
+        """
+        if self._goes_on(handoff_id):
+            return None
+        try:
+            kept = await self._records.find(handoff_id)
+        except CodecError as error:
+            self._log.info("orphan_not_judged", handoff_id=handoff_id, error_code=str(error.code))
+            return None
+        if self._goes_on(handoff_id):
+            return None
+        if kept is not None and not kept[0].state.terminal:
+            self._take_left(*kept)
+            return None
+        left_ms = 0 if kept is None else round(1e3 * seconds_left(kept[0].deadline_at, self._clock.wall_time()))
+        reason = "no broker knows of it" if kept is None else f"it is {kept[0].state}"
+        return ReleaseHandoff(handoff_id=handoff_id, reason=reason, tombstone_ms=left_ms + self._tombstone_margin_ms)
+
+    def _goes_on(self, handoff_id: str) -> bool:
+        """Whether this broker has a handoff in its own hands: it may have been submitted since the worker was asked."""
+        handoff = self._find(handoff_id)
+        return handoff is not None and not handoff.forgotten
 
     def _failed(self, name: str, error: Exception) -> None:
         self._log.error("orphans_failed", task=name, error=repr(error), exc_info=error)

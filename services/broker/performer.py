@@ -99,7 +99,7 @@ class Target(Protocol):
 
 
 class Performer:
-    """Does what takes time, an effect at a time."""
+    """Does what takes time, an effect at a time. `on_unheard` hears of each worker that did not answer a release."""
 
     def __init__(
         self,
@@ -112,6 +112,7 @@ class Performer:
         plans: Plans,
         release_timeout_s: float,
         is_gone: Callable[[WorkerRef], bool],
+        on_unheard: Callable[[WorkerRef], None],
     ) -> None:
         self._bus = bus
         self._clock = clock
@@ -121,6 +122,7 @@ class Performer:
         self._plans = plans
         self._release_timeout_s = release_timeout_s
         self._is_gone = is_gone
+        self._on_unheard = on_unheard
 
     async def perform(self, target: Target, effect: Job) -> None:
         """Perform one effect to its end, which is bounded."""
@@ -199,7 +201,6 @@ class Performer:
         except CallAbandonedError:
             self._log.info("release_moot", handoff_id=effect.message.handoff_id, worker_id=worker.worker_id)
         except PdmeshError as error:
-            # The worker ends the handoff by itself at the deadline.
             self._log.error(
                 "release_unheard",
                 handoff_id=effect.message.handoff_id,
@@ -207,6 +208,8 @@ class Performer:
                 error_code=str(error.code),
                 error_message=error.message,
             )
+        if answer is None:  # should it be heard of again it is asked; at the deadline it ends the handoff by itself
+            self._on_unheard(worker)
         now_ns = self._now_ns
         target.tell(
             ReleaseSettled(

@@ -114,7 +114,8 @@ class Broker:
             group=group,
             fence=fence,
             tombstone_margin_ms=settings.tombstone_margin_ms,
-            is_known=lambda handoff_id: self._handoffs.get(handoff_id) is not None,
+            find=self.handoff,
+            take_left=self._adopter.take_left,
         )
         """Takes back what workers hold for nobody: who watches `PD_WORKERS` feeds this."""
         self.strays = Strays(
@@ -136,6 +137,7 @@ class Broker:
             plans=plans,
             release_timeout_s=settings.release_timeout_s,
             is_gone=self.workers.is_gone,
+            on_unheard=self.orphans.expect,
         )
         events = HandoffEvents(bus, clock, service="broker", instance=settings.broker_id)
         self._observer = Observer(
@@ -356,28 +358,31 @@ class Broker:
 
     async def _here(self, handoff_id: str) -> Live:
         """A handoff of this broker's. Raises `RefusedError` for one that nobody knows, `UnansweredError` for another broker's."""
-        live, is_elsewhere = self._handoffs.get(handoff_id), False
-        if live is None:
-            is_elsewhere = await self._is_elsewhere(handoff_id)
-            live = self._handoffs.get(handoff_id)  # it may have been submitted meanwhile
-        if live is None and is_elsewhere:
-            raise UnansweredError(f"{handoff_id} may be another broker's")
-        if live is None:
-            raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} is not known here")
+        live = self._handoffs.get(handoff_id) or await self._found(handoff_id)
         self._accepted(live)
         return live
 
-    async def _is_elsewhere(self, handoff_id: str) -> bool:
-        """Whether a broker of a later term may go on with what is not known here. While the bucket does not answer, one may."""
-        if self._is_mute():
-            return True
+    async def _found(self, handoff_id: str) -> Live:
+        """A handoff that is not in memory: left by a broker of an earlier term, it goes on here. Raises as `_here` does.
+
+        One of a later term may go on with it, and while the bucket does not answer, one may.
+        """
+        kept, is_unsure = None, self._is_mute()
         try:
-            kept = await self._records.find(handoff_id)
+            kept = None if is_unsure else await self._records.find(handoff_id)
         except CodecError:
-            return False
+            pass
         except BusError:
-            return True
-        return kept is not None and kept[0].fence > self._policy.fence
+            is_unsure = True
+        live = self._handoffs.get(handoff_id)  # it may have been submitted meanwhile, or found
+        if live is not None:
+            return live
+        if is_unsure or (kept is not None and kept[0].fence > self._policy.fence):
+            raise UnansweredError(f"{handoff_id} may be another broker's")
+        live = None if kept is None else self._adopter.take_left(*kept)
+        if live is None:
+            raise RefusedError(handoff_id, ErrorCode.UNKNOWN_HANDOFF, f"{handoff_id} is not known here")
+        return live
 
     async def _written(self, live: Live) -> Accepted:
         """What was told counts once the bucket holds it: whoever leads next must not have to be told by somebody who has forgotten."""

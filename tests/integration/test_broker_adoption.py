@@ -31,13 +31,13 @@ from contracts.handoff import (
 )
 from contracts.manifest import Role
 from contracts.pull import PullEnded, Transfer
-from contracts.requests import Accepted, Refused
-from contracts.subjects import WorkerVerb
+from contracts.requests import Accepted, Refused, ReplayTokens
+from contracts.subjects import BrokerVerb, WorkerVerb
 from services.broker.core.deadline_text import write_deadline
 from services.broker.core.effects import StoreRecord
 from services.broker.core.messages import first_record
 from services.broker.records import Outcome
-from tests.integration.broker_world import HANDOFF, PREFILL, SOURCE, World, in_world
+from tests.integration.broker_world import DECODE, HANDOFF, PREFILL, SOURCE, World, in_world
 from tests.integration.scripted_worker import GRANT, refusing
 
 OK = Accepted(handoff_id=HANDOFF)
@@ -208,6 +208,67 @@ def test_what_a_worker_holds_for_nobody_is_taken_back() -> None:
         assert all(message.tombstone_ms >= 5_000 for message in told.values())
         assert not world.decode.of(ReleaseHandoff)
         assert b"pdmesh_broker_orphans_released_total 2.0" in world.metrics.exposition()
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("why", ["cut off", "not heard"])
+def test_a_worker_that_did_not_hear_its_release_is_asked_what_it_holds(why: str) -> None:
+    """One that was cut off is taken for gone, and comes back as the same start with all that it held; or the release is lost."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        held: list[str] = []
+        world.prefill.scripts[WorkerVerb.HANDOFFS] = lambda _message: HandoffList(
+            incarnation=PREFILL.incarnation, handoff_ids=tuple(held)
+        )
+        release = world.prefill.scripts.pop(WorkerVerb.RELEASE)
+        world.prefill.scripts[WorkerVerb.RELEASE] = lambda _message: None
+        assert await world.submit() == OK
+        await world.until(lambda: bool(world.prefill.of(RunPrefill)))
+        held.append(HANDOFF)
+        alive = world.prefill.scripts["alive"]
+        if why == "cut off":
+            del world.prefill.scripts["alive"]
+        else:
+            assert await world.cancel() == OK
+        await world.until(lambda: world.broker.num_in_flight == 0)
+        assert (await world.record()).state is (HandoffState.FAILED if why == "cut off" else HandoffState.CANCELLED)
+        world.prefill.scripts |= {"alive": alive, WorkerVerb.RELEASE: release}
+        world.prefill.heard.clear()
+        await world.until(lambda: bool(world.prefill.of(ReleaseHandoff)))
+        held.clear()
+        (told,) = world.prefill.of(ReleaseHandoff)
+        assert (told.handoff_id, told.reason) == (HANDOFF, "its release was not heard")
+        assert told.tombstone_ms >= 5_000
+        await world.clock.sleep(20.0)
+        assert (len(world.prefill.of(ListHandoffs)), len(world.prefill.of(ReleaseHandoff))) == (1, 1)
+
+    in_world(scenario, release_timeout_s=5.0)
+
+
+@pytest.mark.parametrize("asked_by", ["router", "worker", "survey"])
+def test_what_a_frozen_broker_took_on_behind_its_term_goes_on(asked_by: str) -> None:
+    """It wrote its record when the next one had read all of them already: whoever speaks of it brings it to that one."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        await world.stop_broker()
+        await world.start_broker(fence=2)
+        if asked_by == "survey":
+            world.decode.scripts[WorkerVerb.HANDOFFS] = lambda _message: HandoffList(
+                incarnation=DECODE.incarnation, handoff_ids=(HANDOFF,)
+            )
+        bucket = await world.bus.ensure_bucket(world.broker._records._config)
+        await bucket.create(HANDOFF, encode(left_by_another(world)))
+        remembers(world)
+        match asked_by:
+            case "router":
+                asked = ReplayTokens(handoff_id=HANDOFF, index=0)
+                assert await world.ask(BrokerVerb.OUTCOME, asked) == OK
+            case "worker":
+                assert await world.finish_prefill() == OK
+            case _:
+                world.broker.orphans.expect(DECODE)
+        await ends_well(world)
 
     in_world(scenario)
 

@@ -119,7 +119,10 @@ def test_what_cannot_be_set_is_refused_by_name(role: str, key: str, value: str, 
 
 
 def test_a_new_broker_hears_which_handoffs_a_worker_holds() -> None:
-    """Those with a sequence, until they are over; a prompt that nobody has asked to run is none; a deposed broker hears nothing."""
+    """Those with a sequence, until they are over; a prompt that nobody has asked to run is none.
+
+    Its question deposes the broker before, which hears nothing any more; one whose fence nobody holds deposes nobody.
+    """
 
     async def scenario(mesh: Mesh) -> None:
         await pair(mesh)
@@ -134,11 +137,19 @@ def test_a_new_broker_hears_which_handoffs_a_worker_holds() -> None:
         assert await held("decode") == HandoffList(incarnation="i-decode-0", handoff_ids=(HANDOFF,))
         assert await held("prefill") == HandoffList(incarnation="i-prefill-0", handoff_ids=())
         await mesh.run(reserved)
-        assert await held("prefill", 2) == HandoffList(incarnation="i-prefill-0", handoff_ids=(HANDOFF,))
+        forged = await held("prefill", 2)
+        assert forged.error.message == "fence: 2 was given to no broker; the one that leads has 1"
         assert await held("prefill", 1) == HandoffList(incarnation="i-prefill-0", handoff_ids=(HANDOFF,))
-        assert (await held("prefill", 0)).error.code is ErrorCode.STALE_FENCE
+        await mesh.lease.lead(2)
+        assert await held("prefill", 2) == HandoffList(incarnation="i-prefill-0", handoff_ids=(HANDOFF,))
+        late = await mesh.run(reserved)
+        assert (late.error.code, late.error.message) == (
+            ErrorCode.STALE_FENCE,
+            "fence: 1 is below the highest one seen",
+        )
+        assert (await held("prefill", 1)).error.code is ErrorCode.STALE_FENCE
         for role in ("prefill", "decode"):
             await mesh.release(role, f"{role}-0")
-            assert (await held(role, 3)).handoff_ids == ()
+            assert (await held(role, 2)).handoff_ids == ()
 
     in_mesh(scenario)

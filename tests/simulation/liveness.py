@@ -1,10 +1,11 @@
-"""Whether the mesh works once nothing is wrong any more: streams move, and there is a way for the next request.
+"""Whether the mesh works once nothing is wrong any more: streams move, memory comes back, and there is a way for the next request.
 
-A deadline ends every request, so that to end by it is not enough.
+A deadline ends every request, and takes back what it held, so that to end by it is not enough.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,7 +15,7 @@ from services.prefill.meeting import MEETING_S
 from services.router.core.patience import LONGEST_S
 from services.router.replaying import ASK_S
 from tests.simulation.faults import FaultPlayer
-from tests.simulation.sim_mesh import RESERVE_WAIT_S, SimulatedMesh
+from tests.simulation.sim_mesh import RELEASE_TIMEOUT_S, RESERVE_WAIT_S, SimulatedMesh
 from tests.simulation.sim_router import REROUTE_WAIT_S, Client
 
 STILL_S: Final = 2 * WORKER_TTL_S + LONGEST_S + 3 * ASK_S + RESERVE_WAIT_S + REROUTE_WAIT_S
@@ -26,6 +27,12 @@ Behind an outage nobody takes a worker for gone for twice its time to live; a ro
 
 WAY_S: Final = MEETING_S + LONGEST_PAUSE_S + 2 * WORKER_TTL_S
 """How long a mesh without a way may be without one: a pair that could not be linked is met again after `LONGEST_PAUSE_S` at most."""
+
+HELD_S: Final = 3 * WORKER_TTL_S + RELEASE_TIMEOUT_S
+"""How long anything may be held for requests that have ended, in a mesh where nothing is wrong any more.
+
+A worker or router is taken for gone as above; a release is asked for until its time is over, and once more at the next sign of life.
+"""
 
 _LOOK_S: Final = 0.25
 
@@ -42,6 +49,8 @@ class Liveness:
         self._faults = faults
         self._clients = clients
         self._well_since = 0.0
+        self._over_since = math.inf
+        self._told = False
 
     def look(self) -> None:
         """Judge every stream that is open."""
@@ -56,6 +65,17 @@ class Liveness:
                 text = f"request {client.ask.number} has stood still for {still_s:.1f} s, and nothing is wrong"
                 self._mesh.verdicts.broken("liveness", text)
                 client.end("stood still")
+
+    def look_over(self) -> None:
+        """Judge what is still held when every request has ended."""
+        now = self._mesh.clock.monotonic()
+        unrest = self._mesh.unrest(prompts=False)
+        if not unrest or self._over_since > now or not self._mesh.is_well:
+            self._over_since = now
+        held_s = now - self._over_since
+        if held_s > HELD_S and not self._told:
+            self._told = True
+            self._mesh.verdicts.broken("liveness", f"all requests have ended, and for {held_s:.1f} s: {unrest}")
 
 
 async def check_way(mesh: SimulatedMesh) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Final
 
+import msgspec
 import pytest
 
 from common.bus.lease import Lease
@@ -18,6 +20,7 @@ from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
 from common.worker.service import WorkerService
 from contracts.codec import decode
+from contracts.handoff import Released, ReleaseHandoff
 from contracts.rank import StepPlan
 from contracts.requests import CancelWork, TokenFrame
 from services.broker.core.handoff import Handoff
@@ -142,6 +145,19 @@ def hold_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "plan", plan)
 
 
+def forget_releases(patch: pytest.MonkeyPatch) -> None:
+    """Workers thank for each second release, and go on holding what they were to give back."""
+    inner = WorkerService._release_asked
+    asked = itertools.count()
+
+    async def release_asked(service: WorkerService, data: bytes) -> msgspec.Struct:
+        if next(asked) % 2:
+            return Released(handoff_id=decode(data, ReleaseHandoff).handoff_id)
+        return await inner(service, data)
+
+    patch.setattr(WorkerService, "_release_asked", release_asked)
+
+
 def never_meet_again(patch: pytest.MonkeyPatch) -> None:
     """A prefill worker that could not link a pair does not try again."""
     patch.setattr(pair_step, "pause_s", lambda _num_failures: math.inf)
@@ -158,6 +174,7 @@ PLANTS: dict[str, tuple[Plant, str]] = {
     "forget what the draft goes on from": (forget_what_the_draft_goes_on_from, "I3"),
     "guess without a cache": (guess_without_a_cache, "I3"),
     "hold for ever": (hold_for_ever, "liveness"),
+    "forget releases": (forget_releases, "liveness"),
     "never meet again": (never_meet_again, "liveness"),
 }
 """Each fault, and the invariant that it breaks."""

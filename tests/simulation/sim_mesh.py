@@ -39,6 +39,7 @@ from tests.simulation.sim_router import Client, SimulatedRouter, open_router
 from tests.simulation.verdicts import Verdicts
 
 _RESTART_S: Final = 0.5
+RELEASE_TIMEOUT_S: Final = 10.0
 RESERVE_WAIT_S: Final = 4.0
 """How long a reservation waits for memory on a decode worker."""
 _KINDS: Final[dict[str, type[WorkerService]]] = {
@@ -187,7 +188,9 @@ class SimulatedMesh:
 
     async def _run_broker(self, seat: Seat, bus: SimulatedBus, group: asyncio.TaskGroup) -> None:
         del group
-        settings = BrokerSettings(broker_id=seat.name, call_timeout_s=0.5, release_timeout_s=10.0, store_timeout_s=2.0)
+        settings = BrokerSettings(
+            broker_id=seat.name, call_timeout_s=0.5, release_timeout_s=RELEASE_TIMEOUT_S, store_timeout_s=2.0
+        )
         seat.leadership = make_leadership(
             settings,
             bus=bus,
@@ -239,8 +242,11 @@ class SimulatedMesh:
         leaders = [seat for seat in self.seats.values() if seat.leadership is not None and seat.leadership.broker]
         return max((fence_of(bucket.epoch, entry.revision) for entry in bucket.matching(">") if leaders), default=0)
 
-    def unrest(self) -> str:
-        """Who still holds or does something; "" once everything is as it was in the beginning."""
+    def unrest(self, *, prompts: bool = True) -> str:
+        """Who still holds or does something; "" once everything is as it was in the beginning.
+
+        Without `prompts`, those do not count that nobody has asked to run: each waits for that until its deadline.
+        """
         leaders = [seat.leadership.broker for seat in self.seats.values() if seat.leadership is not None]
         brokers = [broker for broker in leaders if broker is not None]
         if not brokers:
@@ -251,21 +257,22 @@ class SimulatedMesh:
         if self.plane.transfers:
             return f"{len(self.plane.transfers)} transfers are under way"
         for name in self._workers:
-            found = self._unrest_of(self.seats[name])
+            found = self._unrest_of(self.seats[name], prompts=prompts)
             if found:
                 return f"{name}: {found}"
         return ""
 
     @staticmethod
-    def _unrest_of(seat: Seat) -> str:
+    def _unrest_of(seat: Seat, *, prompts: bool) -> str:
         service = seat.service
         if service is None:
             return "it is not there"
         load = service.replicas.load
         if (load.num_free_blocks, load.num_free_slots) != (service.replicas.num_blocks, service.replicas.num_slots):
             return f"{load.num_free_blocks} blocks and {load.num_free_slots} slots are free"
-        if len(service.table) or len(service.prompts) or len(service.tokens):
-            return f"{len(service.table)} handoffs, {len(service.prompts)} prompts, {len(service.tokens)} streams"
+        num_prompts = len(service.prompts) if prompts else 0
+        if len(service.table) or num_prompts or len(service.tokens):
+            return f"{len(service.table)} handoffs, {num_prompts} prompts, {len(service.tokens)} streams"
         owned = sum(engine.memory.num_owned for engine in seat.engines)
         return f"{owned} sequences own memory of the ranks" if owned else ""
 

@@ -98,6 +98,8 @@ async def _play(mesh: SimulatedMesh) -> None:
         unrest = mesh.unrest() if over else "requests or faults are under way"
         if not unrest:
             break
+        if over:
+            liveness.look_over()
         if now > last + _SETTLING_S:
             mesh.verdicts.broken("I6", unrest)
             break

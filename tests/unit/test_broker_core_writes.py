@@ -195,11 +195,26 @@ def test_a_record_that_was_never_created_fails_once_and_for_all() -> None:
     assert [type(effect) for effect in effects] == [fx.AnswerSubmit, fx.Publish, fx.Forget]
 
 
+def test_a_request_that_a_broker_of_an_earlier_term_took_on_goes_on_here() -> None:
+    """That one stood still, and wrote its record before this submit came here: nobody else goes on with it."""
+    handoff, _ = begin(submitted(), POLICY)
+    found = record(HandoffState.PREFILLING, router_incarnation="ir")
+    handoff, effects = lost(handoff, found)
+    assert effects[0] == fx.AnswerSubmit(error=None)
+    assert names_of(effects) == [EventName.HANDOFF_ADOPTED]
+    (claim,) = of(effects, fx.StoreRecord)
+    assert (claim.record.state, claim.record.fence, claim.last) == (HandoffState.PREFILLING, POLICY.fence, 7)
+    handoff, effects = stored(handoff)
+    assert effects == (fx.AskPlan(route=found.route),)
+    handoff, effects = step(handoff, ev.PlanFound(at_ns=5 * SECOND, planned=(KEY,), block_size=16))
+    assert len(of(effects, fx.AskReserve)) == 1
+
+
 @pytest.mark.parametrize("is_same", [True, False])
 def test_a_key_that_is_taken_is_yielded_to(is_same: bool) -> None:
     """By the same request: it is accepted already. By another one: it is refused as a duplicate."""
     handoff, _ = begin(submitted(), POLICY)
-    found = record(HandoffState.DECODING, router_incarnation="ir")
+    found = replace(record(HandoffState.DECODING, router_incarnation="ir"), fence=POLICY.fence)
     if not is_same:
         found = replace(found, request_id="r2")
     handoff, effects = lost(handoff, found)

@@ -88,7 +88,7 @@ def test_of_too_many_that_are_over_the_longest_removed_are_forgotten(monkeypatch
     assert [table.is_buried(name) for name in ("a", "b", "c")] == [True, False, True]
 
 
-def test_a_command_raises_the_fence_and_a_question_does_not() -> None:
+def test_what_is_obeyed_raises_the_fence_and_a_look_does_not() -> None:
     """Whoever is below the highest fence that commanded is deposed."""
     table = HandoffTable()
     assert table.admits_fence(0)

@@ -70,7 +70,7 @@ class HandoffTable:
             del self._tombstones[handoff_id]
 
     def is_deposed(self, fence: int) -> bool:
-        """Whether a higher fence has been seen. Unlike a command, a question raises none: it is no proof of leadership."""
+        """Whether a higher fence has been seen. Raises none itself."""
         return fence < self._highest_fence
 
     def is_news(self, fence: int) -> bool:

@@ -13,7 +13,7 @@ from contracts.events import EventName
 from contracts.handoff import HandoffRecord, HandoffState, Reserved
 from contracts.workers import WorkerRole
 from services.broker.core import messages
-from services.broker.core.effects import AskPlan, CheckParts
+from services.broker.core.effects import AnswerSubmit, AskPlan, CheckParts
 from services.broker.core.events import Adopted, PartsUnanswered, PlanFound
 from services.broker.core.handoff import Handoff, Policy
 from services.broker.core.turn import Turn
@@ -81,6 +81,14 @@ def obey(turn: Turn, found: HandoffRecord, revision: int) -> None:
     turn.set(record=record, stored=found, revision=revision, writing=None, ledger=None, finished=None, resumed=False)
     if turn.open:
         _believe(turn)
+
+
+def take_over(turn: Turn, found: HandoffRecord, revision: int) -> None:
+    """The request is under way already: a broker of an earlier term, which only stood still, took it on before it came here."""
+    turn.set(adopted=True, planned=(), told=frozenset(turn.handoff.workers), submit_answered=True)
+    turn.effects.append(AnswerSubmit(error=None))
+    obey(turn, found, revision)
+    turn.publish(EventName.HANDOFF_ADOPTED)
 
 
 def _believe(turn: Turn) -> None:

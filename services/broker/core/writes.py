@@ -92,7 +92,10 @@ def conflicted(turn: Turn, write: int, found: HandoffRecord | None, revision: in
     if (
         handoff.stored is None and found is not None and not handoff.told
     ):  # somebody else's request, or this one in another life
-        _yield_to(turn, found)
+        if same_identity(found, handoff.record) and not found.state.terminal and found.fence < handoff.policy.fence:
+            adoption.take_over(turn, found, revision)
+        else:
+            _yield_to(turn, found)
         return
     if found is not None and found.state.terminal:
         turn.set(stored=found, revision=revision, writing=None)
