@@ -66,6 +66,25 @@ def test_an_error_ends_at_once() -> None:
     assert end_of(order) == End(None, error)
 
 
+def test_an_error_says_that_what_is_missing_before_another_end_is_lost() -> None:
+    """The last frame came and the ones before it did not, and the worker that had them is gone: the broker's word of that counts."""
+    order = TokenOrder(attempt=0)
+    assert list(order.accept(frame(2, 12, final=True, num_tokens=3, finish_reason=FinishReason.LENGTH))) == []
+    assert (end_of(order), order.gap) == (None, True)
+    gone = ErrorInfo(code=ErrorCode.WORKER_LOST, message="gone")
+    order.accept(frame(0, final=True, num_tokens=0, error=gone))
+    assert end_of(order) == End(None, gone)
+
+
+def test_an_error_behind_the_whole_answer_changes_nothing() -> None:
+    """Everything up to the end has come: that the worker is gone by now is nobody's loss."""
+    order = TokenOrder(attempt=0)
+    order.accept(frame(0, 10, final=True, num_tokens=1, finish_reason=FinishReason.LENGTH))
+    gone = ErrorInfo(code=ErrorCode.WORKER_LOST, message="gone")
+    order.accept(frame(0, final=True, num_tokens=0, error=gone))
+    assert end_of(order) == End(FinishReason.LENGTH, None)
+
+
 def test_an_attempt_may_begin_later() -> None:
     """A re-dispatched request goes on from the tokens that have been delivered."""
     order = TokenOrder(attempt=2, start=3)

@@ -89,8 +89,8 @@ class TokenOrder:
     def _close(self, frame: TokenFrame) -> None:
         if (frame.finish_reason is None) == (frame.error is None):
             raise _broken("a final frame has either a finish_reason or an error")
-        if self._final is None:
-            self._final = frame
+        if self._final is None or (frame.error is not None and self.end is None):
+            self._final = frame  # an error also says that the tokens before another end are lost
 
     def _reach(self) -> int:
         return max([self.next_index, *(index + len(token_ids) for index, token_ids in self._waiting.items())])
