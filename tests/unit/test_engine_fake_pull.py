@@ -195,8 +195,9 @@ def test_what_cannot_be_pulled_is_refused() -> None:
             (command(source=other), "not linked as a source"),
             (command(source=replica), "below 1"),
         ):
-            with pytest.raises(EngineError, match=text):
+            with pytest.raises(EngineError, match=text) as caught:
                 await decode.pull(wrong, lambda _: None)
+            assert (caught.value.code is ErrorCode.TRANSFER_FAILED) == ("linked" in text)
         assert (await decode.pull(command(seq=2, roles=(Role.KEY, Role.VALUE)), lambda _: None)).error is None
         await decode.unlink(SOURCE)
         with pytest.raises(EngineError, match="not linked"):

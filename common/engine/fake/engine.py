@@ -27,6 +27,7 @@ from common.layout.refusal import PlanRefusedError
 from common.layout.region import lay_out
 from common.layout.replicas import split_replicas
 from common.runtime.clock import Clock
+from contracts.errors import ErrorCode
 from contracts.handoff import Grant, PartDigest
 from contracts.manifest import Coordinates
 from contracts.rank import (
@@ -352,7 +353,8 @@ class FakeEngine:
     def _link_of(self, grant: Grant, side: PeerSide) -> _Link:
         link = self._links.get(WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation))
         if link is None or link.side is not side:
-            raise EngineError(f"grant.worker_id: {grant.worker_id} is not linked as a {side}")
+            text = f"grant.worker_id: {grant.worker_id} is not linked as a {side}"
+            raise EngineError(text, code=ErrorCode.TRANSFER_FAILED)
         if grant.dp_rank >= link.dp:
             raise EngineError(f"grant.dp_rank: {grant.dp_rank} is not allowed; the rule is: below {link.dp}")
         return link

@@ -49,14 +49,17 @@ class PeerTable:
         self._threads: set[threading.Thread] = set()
 
     def find(self, worker: WorkerRef, dp_rank: int) -> Peer:
-        """One replica of a worker that is linked as a destination. Raises `InvalidValueError` when there is none."""
+        """One replica of a worker that is linked as a destination.
+
+        Raises `PdmeshError`: TRANSFER_FAILED when the worker is not linked so, INVALID_REQUEST when it has no such replica.
+        """
         found = self._find(worker, dp_rank, "push.grant")
         if not isinstance(found, Peer):
             raise _not_linked("push.grant", worker)
         return found
 
     def find_source(self, worker: WorkerRef, dp_rank: int) -> Source:
-        """One replica of a worker that is linked as a source. Raises `InvalidValueError` when there is none."""
+        """One replica of a worker that is linked as a source. Raises as `find` does."""
         found = self._find(worker, dp_rank, "source")
         if not isinstance(found, Source):
             raise _not_linked("source", worker)
@@ -154,6 +157,8 @@ class PeerTable:
             self._report(worker, attempt.number, problem)
 
 
-def _not_linked(field: str, worker: WorkerRef) -> InvalidValueError:
+def _not_linked(field: str, worker: WorkerRef) -> PdmeshError:
+    """A link may go between the placing of a request and its turn: no fault of the request, which may be tried elsewhere."""
     shown, side = f"{worker.worker_id} {worker.incarnation}", "source" if field == "source" else "destination"
-    return InvalidValueError(field=field, value=shown, rule=f"a start of a worker that is linked as a {side}")
+    text = f"{field}: {shown!r} is not allowed; the rule is: a start of a worker that is linked as a {side}"
+    return PdmeshError(text, code=ErrorCode.TRANSFER_FAILED)
