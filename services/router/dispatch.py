@@ -68,7 +68,7 @@ class Attempt:
 
 
 class ExplicitRefusal(PdmeshError):  # noqa: N818 - an answer, not a mishap
-    """The peer answered that it does not take the attempt: nothing of it lives there."""
+    """The peer does not take the attempt, and cannot have taken an earlier delivery of it: nothing of it lives there."""
 
 
 class Submission(StrEnum):
@@ -140,9 +140,14 @@ class Dispatcher:
     async def _call(
         self, subject: str, message: PromptFrame | SubmitRequest, deadline: Deadline, *, may_be_silent: bool
     ) -> None:
-        """Deliver a message. `may_be_silent` says that somebody else will answer if nobody does now: the broker has successors."""
+        """Deliver a message. `may_be_silent` says that somebody else will answer if nobody does now: the broker has successors.
+
+        A refusal behind a delivery whose outcome is unknown is no `ExplicitRefusal`: a service that had no room for the repeat, or
+        that had ended meanwhile what the first one began, says nothing of what it took on before.
+        """
         patience = deadline.capped(self._outage_patience_s)
         unanswered = 0
+        may_be_taken = False
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             timeout_ms = deadline.remaining_ms
@@ -154,16 +159,19 @@ class Dispatcher:
                 reply = await self._bus.request(subject, data, timeout=min(self._call_timeout_s, deadline.remaining))
             except BusTimeout:
                 unanswered += 1
+                may_be_taken = True
                 if unanswered == _DELIVERIES:
                     raise
                 continue
             except (BusUnavailable, NoResponders) as error:
+                may_be_taken = may_be_taken or (isinstance(error, BusUnavailable) and error.maybe_done)
                 if patience.passed or (isinstance(error, NoResponders) and not may_be_silent):
                     raise
             else:
                 answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
                 if isinstance(answer, Refused):
-                    raise ExplicitRefusal(answer.error.message, code=answer.error.code, param=answer.error.param)
+                    kind = PdmeshError if may_be_taken else ExplicitRefusal
+                    raise kind(answer.error.message, code=answer.error.code, param=answer.error.param)
                 return
             await self._clock.sleep(min(next(waits), max(_FIRST_PAUSE_S, patience.remaining)))
 

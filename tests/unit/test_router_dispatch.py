@@ -23,7 +23,7 @@ from contracts.requests import Accepted, CancelRequest, MixedRoute, Refused, Sam
 from contracts.subjects import BrokerVerb
 from services.router.core.prompt_frames import pack_ids, prompt_hash
 from services.router.core.remainder import Remainder
-from services.router.dispatch import Attempt, Canceller, Dispatcher, Job, Submission
+from services.router.dispatch import Attempt, Canceller, Dispatcher, ExplicitRefusal, Job, Submission
 
 PATIENCE_S = 12.0
 PACKED = pack_ids([1, 2, 3])
@@ -127,6 +127,40 @@ def test_an_outage_is_not_waited_out_for_ever(outage: str, error: type[Exception
         with pytest.raises(error):
             await dispatcher(bus, clock).submit(attempt(), Deadline.after(clock, 60.0))
         assert PATIENCE_S <= clock.monotonic() - began < PATIENCE_S + 1.0
+
+    in_bus(scenario)
+
+
+@pytest.mark.parametrize("before", ["nothing", "nobody was there", "no answer", "a broken connection"])
+def test_a_refusal_says_that_nothing_lives_there_only_if_nothing_was_delivered_before(before: str) -> None:
+    """A broker that has no room for the repeat may have accepted the first delivery, whose answer was lost."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        async def broker() -> None:
+            if before == "nobody was there":
+                await clock.sleep(1.0)
+            async with await server.connect().subscribe(subjects.broker_rpc(BrokerVerb.SUBMIT)) as calls:
+                first = True
+                async for message in calls:
+                    if first and before == "no answer":
+                        first = False
+                    elif first and before == "a broken connection":
+                        first = False
+                        server.go_down()
+                        server.come_back()
+                    else:
+                        error = ErrorInfo(code=ErrorCode.OVERLOADED, message="full", param="max_tokens")
+                        await message.respond(encode(Refused(handoff_id="unknown", error=error)))
+
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(broker())
+            await clock.sleep(0.0)
+            with pytest.raises(PdmeshError) as caught:
+                await dispatcher(server.connect(), clock).submit(attempt(), Deadline.after(clock, 60.0))
+            task.cancel()
+        refused = caught.value
+        assert (refused.code, refused.message, refused.param) == (ErrorCode.OVERLOADED, "full", "max_tokens")
+        assert isinstance(refused, ExplicitRefusal) is (before in {"nothing", "nobody was there"})
 
     in_bus(scenario)
 
