@@ -15,9 +15,7 @@ from services.broker.core.effects import Effect
 from services.broker.core.events import Adopted, CancelRequested
 from services.broker.core.handoff import Handoff, Policy
 from services.broker.core.step import adopt
-from services.broker.core.submission import workers_on
 from services.broker.live import Live
-from services.broker.presence import Presence
 from services.broker.records import Records
 
 
@@ -32,16 +30,13 @@ class Keep(Protocol):
 
 
 class Adopter:
-    """Adopts records for the broker whose `policy` this is. `workers` will miss those that died while nobody listened."""
+    """Adopts records for the broker whose `policy` this is."""
 
-    def __init__(
-        self, records: Records, clock: Clock, log: Log, *, policy: Policy, workers: Presence, keep: Keep
-    ) -> None:
+    def __init__(self, records: Records, clock: Clock, log: Log, *, policy: Policy, keep: Keep) -> None:
         self._records = records
         self._clock = clock
         self._log = log
         self._policy = policy
-        self._workers = workers
         self._keep = keep
 
     async def recover(self) -> int:
@@ -79,11 +74,7 @@ class Adopter:
         trace = next_hop(read_trace({TRACEPARENT: record.traceparent}))
         with within(trace):
             self._log.info("handoff_adopted", handoff_id=record.handoff_id, phase=str(record.state))
-        live = self._keep(handoff, effects, deadline, trace)
-        if not record.state.terminal:
-            for worker in workers_on(record.route):
-                self._workers.expect(worker)  # one that died before this broker listened will never be heard of
-        return live
+        return self._keep(handoff, effects, deadline, trace)
 
     def _submitted_ns(self, record: HandoffRecord, now_ns: int) -> int:
         """When it was submitted, by this process's clock; now if its record does not say, or says a moment that is to come."""

@@ -90,8 +90,12 @@ class Orphans:
             self._log.info("handoffs_not_listed", worker_id=worker.worker_id, error_code=str(error.code))
             self.expect(worker)
             return
-        if isinstance(answer, Refused) or answer.incarnation != worker.incarnation:
-            return  # a newer broker leads, or a newer start will be met
+        if isinstance(answer, Refused):  # a newer broker leads, or it could not tell
+            self.expect(worker)
+            return
+        if answer.incarnation != worker.incarnation:
+            return  # that start will be met
+        is_done = True
         for handoff_id in answer.handoff_ids:
             try:
                 await self._judge(role, worker, handoff_id)
@@ -102,7 +106,9 @@ class Orphans:
                     worker_id=worker.worker_id,
                     error_code=str(error.code),
                 )
-                self.expect(worker)
+                is_done = False
+        if not is_done:
+            self.expect(worker)
 
     async def _judge(self, role: WorkerRole, worker: WorkerRef, handoff_id: str) -> None:
         message = self._release_of(role, self._find(handoff_id)) or await self._release_by_record(handoff_id)
@@ -138,7 +144,8 @@ class Orphans:
         if self._goes_on(handoff_id):
             return None
         if kept is not None and not kept[0].state.terminal:
-            self._take_left(*kept)
+            if self._find(handoff_id) is None:
+                self._take_left(*kept)
             return None
         left_ms = 0 if kept is None else round(1e3 * seconds_left(kept[0].deadline_at, self._clock.wall_time()))
         reason = "no broker knows of it" if kept is None else f"it is {kept[0].state}"

@@ -62,7 +62,8 @@ from services.broker.records import Records
 
 _ANSWER_PAUSE_S: Final = 0.05
 _ANSWER_S: Final = 5.0
-_QUERY_S: Final = 1.0
+_QUERY_S: Final = 3.0
+"""More than the time after which a worker that nobody answers for counts as lost: that is an answer, too."""
 
 Timed: TypeAlias = ReserveDecode | RunPrefill | RunMixed | PullHandoff | CommitHandoff
 Job: TypeAlias = (

@@ -108,11 +108,14 @@ class Plans:
 
     async def _met(self, pair: Pair, deadline: Deadline) -> PairPlan | PdmeshError:
         """What comes of describing a pair to each other; whoever waits for the same pair gets the same. Raises TimeoutError, too."""
+        deadline = deadline.capped(
+            self._timeout_s
+        )  # to wait for others, too: nobody comes after many that fail one by one
         with self._meeting(pair) as meeting:
             async with deadline.timeout(), meeting.lock:
                 found = self._plans.get(pair)
                 if found is None:
-                    found = await self._compile(pair, meeting, deadline.capped(self._timeout_s))
+                    found = await self._compile(pair, meeting, deadline)
                     if not meeting.is_dropped:
                         self._plans[pair] = found
         return found

@@ -45,7 +45,7 @@ from services.broker.core.events import (
 )
 from services.broker.core.handoff import Handoff, Policy, refusal, same_identity
 from services.broker.core.step import begin
-from services.broker.core.submission import check_submit
+from services.broker.core.submission import check_submit, workers_on
 from services.broker.core.view import view, view_of_record
 from services.broker.driver import Driver
 from services.broker.live import Live, LiveHandoffs
@@ -101,7 +101,7 @@ class Broker:
         """Which workers are there: who watches `PD_WORKERS` feeds this."""
         self.routers = RouterPresence(bus, clock, log, on_gone=self._router_gone, is_mute=is_mute)
         """Which routers are there: who watches `PD_ROUTERS` feeds this."""
-        self._adopter = Adopter(records, clock, log, policy=self._policy, workers=self.workers, keep=self._keep)
+        self._adopter = Adopter(records, clock, log, policy=self._policy, keep=self._keep)
         self.links = plans.verdicts
         """What prefill workers say of pairs: who watches `PD_LINKS` feeds this."""
         self.draining = False
@@ -172,7 +172,9 @@ class Broker:
     # What the router asks.
 
     async def submit(self, submit: SubmitRequest) -> Accepted:
-        """Accept a request once its record exists. Raises `RefusedError`."""
+        """Accept a request once its record exists. Raises `RefusedError`, and `UnansweredError` while another broker may lead."""
+        if self._is_mute():  # what it knows may be of a term that is over: whoever leads hears the same question
+            raise UnansweredError(f"{submit.handoff_id} may be another broker's")
         try:
             error = await self._admit(submit)
         except PdmeshError as refused:
@@ -202,7 +204,7 @@ class Broker:
         if latest is not None and latest.handoff.record.attempt > submit.attempt:
             text = f"{submit.handoff_id} comes late: {latest.handoff.handoff_id} is known"
             raise PdmeshError(text, code=ErrorCode.CANCELLED)
-        check_submit(submit, self.workers.is_replaced)
+        check_submit(submit, is_replaced=self.workers.is_replaced, is_gone=self.workers.is_gone)
 
     def _begin(self, submit: SubmitRequest, plan: PairPlan, deadline: Deadline) -> Live:
         now_ns = self._clock.monotonic_ns()
@@ -256,7 +258,9 @@ class Broker:
         `UnansweredError` when the record could not be written, and when another broker goes on with the handoff: it is the one to be told.
         """
         live = await self._here(message.handoff_id)
-        if live.handoff.is_claiming:  # what the bucket answers may be what this message speaks of
+        if (
+            live.handoff.is_claiming or live.handoff.stored is None
+        ):  # the bucket's answer may be what this message speaks of
             await live.wait_written()
             self._accepted(live)
         error = refusal(live.handoff, message)
@@ -298,8 +302,7 @@ class Broker:
     async def recover(self) -> int:
         """See `Adopter.recover`."""
         num_adopted = await self._adopter.recover()
-        if num_adopted:
-            self.strays.expect()  # whoever led before may only stand still
+        self.strays.expect()  # whoever led before may only stand still
         return num_adopted
 
     async def run_sweeps(self) -> None:
@@ -338,9 +341,19 @@ class Broker:
         if handoff.record.router_incarnation is not None:
             self.routers.expect(handoff.record.router_id, handoff.record.router_incarnation)
         self._driver.begin(live, effects)
+        if not handoff.terminal:
+            self._expect_workers(live)
         if before is not None:
             self._supersede(before, live, previous_error)
         return live
+
+    def _expect_workers(self, live: Live) -> None:
+        """See to it that a handoff hears of its workers' ends: of those before it began, and of whom this broker never hears."""
+        for worker in workers_on(live.handoff.record.route):
+            if self.workers.is_gone(worker):
+                live.tell(WorkerGone(at_ns=self._clock.monotonic_ns(), worker=worker))
+            else:
+                self.workers.expect(worker)
 
     def _supersede(self, one: Live, other: Live, previous_error: ErrorInfo | None) -> None:
         """Of two attempts of a request the later one goes on: the router has given the other one up, and may have said for which error.

@@ -12,7 +12,7 @@ from common.bus.memory import MemoryServer
 from common.bus.storage import WORKER_TTL_S
 from contracts import subjects
 from contracts.codec import decode, encode
-from contracts.errors import ErrorCode
+from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
 from contracts.handoff import (
     CommitHandoff,
@@ -269,6 +269,26 @@ def test_what_a_frozen_broker_took_on_behind_its_term_goes_on(asked_by: str) -> 
             case _:
                 world.broker.orphans.expect(DECODE)
         await ends_well(world)
+
+    in_world(scenario)
+
+
+def test_a_worker_that_refuses_to_say_what_it_holds_is_asked_again() -> None:
+    """It may have asked a server that had not heard of the new term yet."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        await world.stop_broker()
+        refusals = [ErrorCode.STALE_FENCE, ErrorCode.INTERNAL]
+
+        def listed(_message: Any) -> msgspec.Struct:
+            if refusals:
+                return Refused(handoff_id="unknown", error=ErrorInfo(code=refusals.pop(), message="no"))
+            return HandoffList(incarnation=PREFILL.incarnation, handoff_ids=("r8-0",))
+
+        world.prefill.scripts[WorkerVerb.HANDOFFS] = listed
+        await next_broker(world)
+        await world.until(lambda: bool(world.prefill.of(ReleaseHandoff)))
+        assert len(world.prefill.of(ListHandoffs)) == 3
 
     in_world(scenario)
 

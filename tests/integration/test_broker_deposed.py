@@ -164,8 +164,23 @@ def test_a_broker_that_may_have_been_deposed_calls_nothing_unknown(ask: Callable
     in_world(scenario)
 
 
+def test_a_broker_that_may_have_been_deposed_answers_no_submit() -> None:
+    """What it knows of workers may be of a term that is over: whoever leads is asked by the same message."""
+
+    async def scenario(world: World, _server: MemoryServer) -> None:
+        overdue = [True]
+        world.broker._is_mute = lambda: overdue[0]
+        with pytest.raises(BusTimeout):
+            await world.submit(num_prompt_tokens=0)
+        overdue[0] = False
+        assert isinstance(await world.submit(num_prompt_tokens=0), Refused)
+        assert await world.submit() == OK
+
+    in_world(scenario)
+
+
 @pytest.mark.parametrize("data", [b"no record", None])
-def test_what_stands_there_of_an_earlier_term_or_cannot_be_read_is_unknown(data: bytes | None) -> None:
+def test_what_stands_there_of_this_very_term_or_cannot_be_read_is_unknown(data: bytes | None) -> None:
     """No broker goes on with it: whoever asks need not wait."""
 
     async def scenario(world: World, _server: MemoryServer) -> None:

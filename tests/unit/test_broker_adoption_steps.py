@@ -32,6 +32,7 @@ from tests.unit.broker_steps import (
     GRANT,
     KEY,
     POLICY,
+    PREFILL,
     SECOND,
     SECRET,
     SOURCE,
@@ -240,6 +241,15 @@ def test_digests_that_nobody_knows_any_more_do_not_hold_up_the_commit() -> None:
     assert step(handoff, event) == (handoff, ())
 
 
+def test_digests_of_a_prefill_that_is_gone_are_not_waited_for() -> None:
+    """Nobody else has them, and decode may have been asked to commit before."""
+    handoff, _ = adopted(HandoffState.COMMITTED, verify=True)
+    handoff, effects = step(handoff, ev.WorkerGone(at_ns=2 * SECOND, worker=PREFILL))
+    (commit,) = of(effects, fx.AskCommit)
+    assert commit.message.digests == ()
+    assert handoff.verdict is None
+
+
 def test_a_takeover_that_comes_while_digests_are_awaited_needs_no_commit() -> None:
     """Decode had the commit from the other broker: its word is enough."""
     handoff, _ = adopted(HandoffState.COMMITTED, verify=True)
@@ -267,11 +277,13 @@ def test_a_worker_that_is_through_with_it_is_listened_to(ask: ev.Ask) -> None:
 
 
 def test_a_decoding_record_is_waited_for() -> None:
-    """Decode needs no broker to go on: nobody is asked for anything."""
+    """Decode needs no broker to go on, and prefill is not needed any more: its memory comes back now, not at the end."""
     handoff, effects = adopted(HandoffState.DECODING)
-    assert [type(effect) for effect in effects] == [fx.Publish, fx.StoreRecord]
+    assert [type(effect) for effect in effects] == [fx.Publish, fx.StoreRecord, fx.AskRelease]
+    (release,) = of(effects, fx.AskRelease)
+    assert (release.role, release.message.reason) == (WorkerRole.PREFILL, "decode has taken over")
     _, effects = step(handoff, ev.DeadlinePassed(at_ns=12 * SECOND))
-    assert len(of(effects, fx.AskRelease)) == 2
+    assert [release.role for release in of(effects, fx.AskRelease)] == [WorkerRole.DECODE]
 
 
 def test_a_mixed_record_is_asked_to_run_again() -> None:

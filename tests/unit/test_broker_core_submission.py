@@ -22,9 +22,9 @@ ZERO = "is not allowed; the rule is: 1 or more"
 RULE = "1 to 63 characters of a-z, 0-9, '_' and '-', not starting with '_' or '-'"
 
 
-def check(submit: SubmitRequest, *replaced: WorkerRef) -> None:
-    """Check a submit where these starts of workers were replaced."""
-    check_submit(submit, lambda worker: worker in replaced)
+def check(submit: SubmitRequest, *replaced: WorkerRef, gone: tuple[WorkerRef, ...] = ()) -> None:
+    """Check a submit where these starts of workers were replaced, and those have fallen silent."""
+    check_submit(submit, is_replaced=lambda worker: worker in replaced, is_gone=lambda worker: worker in gone)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,13 @@ def test_a_start_that_was_replaced_is_named(worker: WorkerRef) -> None:
         check(SUBMIT, worker)
     assert caught.value.code is ErrorCode.INCARNATION_CHANGED
     assert str(caught.value) == f"incarnation: {worker.incarnation!r} of {worker.worker_id} is gone"
+
+
+def test_a_start_that_has_fallen_silent_is_named() -> None:
+    """Its work would be failed at once: the router had better choose another one."""
+    with pytest.raises(PdmeshError) as caught:
+        check(SUBMIT, gone=(DECODE,))
+    assert (caught.value.code, str(caught.value)) == (ErrorCode.WORKER_LOST, "d0 (id) is gone")
 
 
 def record(state: LinkState, *, decode: WorkerRef = DECODE) -> LinkRecord:

@@ -8,11 +8,15 @@ from msgspec.structs import replace
 from contracts.errors import ErrorCode, ErrorInfo
 from contracts.events import EventName
 from contracts.handoff import HandoffState
+from contracts.pull import RequestLock
+from contracts.requests import MixedRoute, WorkerRef
+from contracts.workers import WorkerRole
 from services.broker.core import effects as fx
 from services.broker.core import events as ev
 from services.broker.core.handoff import Handoff
 from services.broker.core.step import begin, step
 from tests.unit.broker_steps import (
+    DECODE,
     KEY,
     POLICY,
     SECOND,
@@ -208,6 +212,39 @@ def test_a_request_that_a_broker_of_an_earlier_term_took_on_goes_on_here() -> No
     assert effects == (fx.AskPlan(route=found.route),)
     handoff, effects = step(handoff, ev.PlanFound(at_ns=5 * SECOND, planned=(KEY,), block_size=16))
     assert len(of(effects, fx.AskReserve)) == 1
+
+
+def test_the_locks_of_an_earlier_broker_are_counted_on() -> None:
+    """Decode may still read under the lock that it was given there."""
+    handoff, _ = begin(submitted(), POLICY)
+    lock = RequestLock(number=2, holder=DECODE, taken_at="2030-01-01T00:00:00+00:00")
+    handoff, _ = lost(handoff, record(HandoffState.PREFILLING, router_incarnation="ir", lock=lock))
+    assert handoff.num_locks == 2
+
+
+def test_a_mixed_worker_may_be_over_with_what_an_earlier_broker_asked_of_it() -> None:
+    """It is asked to run once more: that it knows of none is no failure then."""
+    route = MixedRoute(mixed=WorkerRef(worker_id="m0", incarnation="im"))
+    begun = submitted()
+    handoff, _ = begin(replace(begun, submit=replace(begun.submit, route=route), planned=()), POLICY)
+    found = record(HandoffState.RESERVING, router_incarnation="ir", route=route)
+    handoff, _ = stored(lost(handoff, found)[0])
+    cancelled = ErrorInfo(code=ErrorCode.CANCELLED, message="released already")
+    handoff, _ = step(handoff, ev.AskRefused(at_ns=6 * SECOND, ask=ev.Ask.RUN, error=cancelled))
+    assert handoff.verdict is None
+
+
+def test_an_end_by_the_deadline_stands_against_what_an_earlier_broker_began() -> None:
+    """It was told before the bucket answered: it is written over what was found, and the workers of that let go."""
+    handoff, _ = begin(submitted(), POLICY)
+    handoff, told = step(handoff, ev.DeadlinePassed(at_ns=12 * SECOND))
+    assert names_of(told) == [EventName.REQUEST_FAILED]
+    handoff, effects = lost(handoff, record(HandoffState.PREFILLING, router_incarnation="ir"))
+    assert {release.role for release in of(effects, fx.AskRelease)} == {WorkerRole.PREFILL, WorkerRole.DECODE}
+    (write,) = of(effects, fx.StoreRecord)
+    assert (write.record.state, write.last) == (HandoffState.FAILED, 7)
+    assert len(effects) == 3
+    assert handoff.state is HandoffState.FAILED
 
 
 @pytest.mark.parametrize("is_same", [True, False])

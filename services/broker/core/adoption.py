@@ -38,7 +38,7 @@ def adopted(event: Adopted, policy: Policy) -> Turn:
         submit_answered=True,
         adopted=True,
         resumed=False,
-        num_locks=0 if record.lock is None else record.lock.number,
+        num_locks=_num_locks(record),
     )
     turn = Turn(handoff, event.at_ns)
     turn.set(told=frozenset(handoff.workers))
@@ -47,8 +47,7 @@ def adopted(event: Adopted, policy: Policy) -> Turn:
         turn.part()
         return turn
     turn.publish(EventName.HANDOFF_ADOPTED)
-    early = record.state in {HandoffState.RESERVING, HandoffState.PREFILLING}
-    turn.set(may_be_over=early and turn.is_mixed)
+    turn.set(may_be_over=_may_be_over(turn))
     _believe(turn)
     if messages.for_bucket(record) == event.record:  # it is of this very term
         resume(turn)
@@ -71,6 +70,8 @@ def resume(turn: Turn) -> None:
             turn.ask_parts(WorkerRole.PREFILL)
         case HandoffState.COMMITTED if not handoff.record.verify:
             turn.ask_commit()
+        case HandoffState.DECODING if not turn.is_mixed:
+            turn.release(WorkerRole.PREFILL, "decode has taken over")  # the broker before may not have come to that
         case _:
             pass  # it decodes
 
@@ -85,10 +86,26 @@ def obey(turn: Turn, found: HandoffRecord, revision: int) -> None:
 
 def take_over(turn: Turn, found: HandoffRecord, revision: int) -> None:
     """The request is under way already: a broker of an earlier term, which only stood still, took it on before it came here."""
-    turn.set(adopted=True, planned=(), told=frozenset(turn.handoff.workers), submit_answered=True)
+    turn.set(told=frozenset(turn.handoff.workers))
+    if turn.handoff.terminal:  # its deadline has passed here: the end stays, and is written over what was found
+        turn.set(stored=found, revision=revision, writing=None)
+        turn.part()
+        return
+    turn.set(adopted=True, planned=(), submit_answered=True, num_locks=_num_locks(found))
     turn.effects.append(AnswerSubmit(error=None))
     obey(turn, found, revision)
+    turn.set(may_be_over=_may_be_over(turn))
     turn.publish(EventName.HANDOFF_ADOPTED)
+
+
+def _num_locks(record: HandoffRecord) -> int:
+    """How often the request's lock has been taken, as far as its record says."""
+    return 0 if record.lock is None else record.lock.number
+
+
+def _may_be_over(turn: Turn) -> bool:
+    """Whether a mixed worker, which is asked to run once more, may be through with it."""
+    return turn.is_mixed and turn.state in {HandoffState.RESERVING, HandoffState.PREFILLING}
 
 
 def _believe(turn: Turn) -> None:

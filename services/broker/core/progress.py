@@ -322,6 +322,9 @@ def worker_gone(turn: Turn, worker: WorkerRef) -> None:
     roles = [role for role, one in handoff.workers.items() if one == worker]
     if not roles or not turn.open:
         return
+    if roles == [WorkerRole.PREFILL] and handoff.digests_awaited:
+        adoption.commit_again(turn)  # nobody else has the digests
+        return
     if roles == [WorkerRole.PREFILL]:
         # After the commit prefill is not needed; with everything there, not before it either.
         needed = turn.state in {HandoffState.RESERVING, HandoffState.PREFILLING} and not handoff.commit_ready

@@ -9,14 +9,21 @@ from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
 from contracts.requests import DisaggregatedRoute, MixedRoute, Route, SubmitRequest, WorkerRef
 
 
-def check_submit(submit: SubmitRequest, is_replaced: Callable[[WorkerRef], bool]) -> None:
-    """Raise `PdmeshError` that names the field at fault; `incarnation_changed` for a start of a worker that was replaced."""
+def check_submit(
+    submit: SubmitRequest, *, is_replaced: Callable[[WorkerRef], bool], is_gone: Callable[[WorkerRef], bool]
+) -> None:
+    """Raise `PdmeshError` that names the field at fault.
+
+    `incarnation_changed` for a start of a worker that was replaced, `worker_lost` for one that has fallen silent.
+    """
     ids.check_token("router_id", submit.router_id)
     for worker in workers_on(submit.route):
         ids.check_token("worker_id", worker.worker_id)
         if is_replaced(worker):
             text = f"incarnation: {worker.incarnation!r} of {worker.worker_id} is gone"
             raise PdmeshError(text, code=ErrorCode.INCARNATION_CHANGED)
+        if is_gone(worker):
+            raise PdmeshError(f"{worker.worker_id} ({worker.incarnation}) is gone", code=ErrorCode.WORKER_LOST)
     expected = ids.handoff_id(submit.request_id, submit.attempt)
     if submit.handoff_id != expected:
         raise InvalidValueError(field="handoff_id", value=submit.handoff_id, rule=f"{expected}: request and attempt")
