@@ -41,6 +41,9 @@ _DELIVERIES: Final = 3
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.0
 _MAX_UNHEARD: Final = 1024
+MAX_LATE_CANCELS: Final = 1024
+"""Cancels that may go on behind their `timeout_s`: there has to be room for those of clients that leave now."""
+_LATE_PAUSE_S: Final = 3.0
 _ON_ITS_WAY_S: Final = 5.0
 """How long a submit that nobody has answered may still be on its way to a broker that answers other questions."""
 
@@ -176,10 +179,23 @@ class Dispatcher:
             await self._clock.sleep(min(next(waits), max(_FIRST_PAUSE_S, patience.remaining)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recall:
+    """What it takes to take an attempt back. It may have to be kept for long, so it is without the attempt's prompt."""
+
+    request_id: str
+    hints: tuple[str, ...]
+    request: CancelRequest
+    submission: Submission
+    deadline: Deadline
+
+
 class Canceller:
     """Takes attempts back in the background: whoever wanted them has gone, and must not be able to interrupt this.
 
-    The broker sees to it that every worker lets go; the hints to the workers only stop their computing sooner.
+    The broker sees to it that every worker lets go; the hints to the workers only stop their computing sooner. What a hint has
+    stopped does not go on, and is held until a broker has heard of it or the request's deadline: as long, and for `timeout_s` at
+    least, the broker is told. Hints are not repeated behind `timeout_s`, and so late only `MAX_LATE_CANCELS` go on.
     """
 
     def __init__(self, bus: Bus, clock: Clock, log: Log, tasks: BoundedTasks, *, timeout_s: float) -> None:
@@ -189,6 +205,7 @@ class Canceller:
         self._tasks = tasks
         self._timeout_s = timeout_s
         self._unheard: deque[str] = deque(maxlen=_MAX_UNHEARD)
+        self._num_late = 0
         self._closed = False
 
     def close(self) -> None:
@@ -199,45 +216,67 @@ class Canceller:
         self,
         attempt: Attempt,
         submission: Submission,
+        deadline: Deadline,
         *,
         reason: str,
         num_tokens: int = 0,
         finish_reason: FinishReason | None = None,
     ) -> None:
-        """Begin to take an attempt back, and return at once. `num_tokens` had come; `finish_reason` says that these are all."""
-        request = CancelRequest(
-            handoff_id=attempt.handoff_id, reason=reason, num_tokens=num_tokens, finish_reason=finish_reason
+        """Begin to take an attempt back, and return at once; `deadline` is the request's.
+
+        `num_tokens` had come; `finish_reason` says that these are all.
+        """
+        request_id = attempt.job.request_id
+        recall = _Recall(
+            request_id=request_id,
+            hints=tuple(subjects.cancel(worker.worker_id, request_id) for worker in workers_of(attempt.route)),
+            request=CancelRequest(
+                handoff_id=attempt.handoff_id, reason=reason, num_tokens=num_tokens, finish_reason=finish_reason
+            ),
+            submission=submission,
+            deadline=deadline,
         )
-        started = not self._closed and self._tasks.try_start(lambda: self._cancel(attempt, submission, request))
+        started = not self._closed and self._tasks.try_start(lambda: self._cancel(recall))
         if not started:
             self._log.error("cancel_left_out", handoff_id=attempt.handoff_id, reason=reason)
 
-    async def _cancel(self, attempt: Attempt, submission: Submission, request: CancelRequest) -> None:
-        await self._hint(attempt)
-        if submission is Submission.NONE:
+    async def _cancel(self, recall: _Recall) -> None:
+        await self._hint(recall)
+        if recall.submission is Submission.NONE:
             return
-        deadline, unknown_until = Deadline.after(self._clock, self._timeout_s), None
-        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
-            answer = await self._ask_broker(request, deadline)
-            if isinstance(answer, Refused) and answer.error.code is ErrorCode.UNKNOWN_HANDOFF:
-                # If the submit may be on its way still, not to know of it is no answer: for a while.
-                unknown_until = unknown_until or Deadline.after(self._clock, _ON_ITS_WAY_S)
-                if submission is Submission.ACCEPTED or unknown_until.passed:
+        soon, unknown_until = Deadline.after(self._clock, self._timeout_s), None
+        latest = max(soon, recall.deadline, key=lambda each: each.at)
+        is_late = False
+        try:
+            for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+                answer = await self._ask_broker(recall.request, latest)
+                if isinstance(answer, Refused) and answer.error.code is ErrorCode.UNKNOWN_HANDOFF:
+                    # If the submit may be on its way still, not to know of it is no answer: for a while.
+                    unknown_until = unknown_until or Deadline.after(self._clock, _ON_ITS_WAY_S)
+                    if recall.submission is Submission.ACCEPTED or unknown_until.passed:
+                        return
+                elif answer is not None:
                     return
-            elif answer is not None:
-                return
-            await self._clock.sleep(pause_s)
-            if deadline.passed:
-                break
-            await self._hint(attempt)
-        self._note_unheard(attempt, request.reason)
+                await self._clock.sleep(min(_LATE_PAUSE_S if is_late else pause_s, latest.remaining))
+                if latest.passed or (soon.passed and not is_late and self._num_late >= MAX_LATE_CANCELS):
+                    break
+                if not soon.passed:
+                    await self._hint(recall)
+                elif not is_late:
+                    is_late = True
+                    self._num_late += 1
+        finally:
+            self._num_late -= is_late
+        self._note_unheard(recall)
 
-    def _note_unheard(self, attempt: Attempt, reason: str) -> None:
+    def _note_unheard(self, recall: _Recall) -> None:
         """Log it once a request: its attempts have the same cause."""
-        request_id = attempt.job.request_id
+        request_id, request = recall.request_id, recall.request
         if request_id not in self._unheard:
             self._unheard.append(request_id)
-            self._log.error("cancel_not_heard", request_id=request_id, handoff_id=attempt.handoff_id, reason=reason)
+            self._log.error(
+                "cancel_not_heard", request_id=request_id, handoff_id=request.handoff_id, reason=request.reason
+            )
 
     async def _ask_broker(self, request: CancelRequest, deadline: Deadline) -> Accepted | Refused | None:
         """What the broker says to it; None if it has not heard, or was too busy to look at it."""
@@ -249,10 +288,10 @@ class Canceller:
             return None
         return None if isinstance(answer, Refused) and answer.error.code is ErrorCode.OVERLOADED else answer
 
-    async def _hint(self, attempt: Attempt) -> None:
-        data = encode(CancelWork(handoff_id=attempt.handoff_id))
-        for worker in workers_of(attempt.route):
+    async def _hint(self, recall: _Recall) -> None:
+        data = encode(CancelWork(handoff_id=recall.request.handoff_id))
+        for subject in recall.hints:
             try:
-                await self._bus.publish(subjects.cancel(worker.worker_id, attempt.job.request_id), data)
+                await self._bus.publish(subject, data)
             except BusError:
                 return

@@ -196,6 +196,7 @@ class Generator:
                 self.canceller.cancel(
                     attempt,
                     submission,
+                    deadline,
                     reason=reason or _why_given_up(scope, deadline),
                     num_tokens=course.num_tokens,
                     finish_reason=finish_reason,

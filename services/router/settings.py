@@ -56,7 +56,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     call_timeout_s: Seconds = 2.0
     """A call to a worker or to the broker is repeated after this long without an answer."""
     cancel_timeout_s: Seconds = 30.0
-    """How long a cancel is repeated until the broker has heard of it; longer than another one takes to lead."""
+    """How long a cancel is repeated at least until the broker has heard of it, also behind the request's deadline."""
     outage_patience_s: Seconds = 12.0
     """How long a request waits for NATS, or for a broker that takes over, before its attempt has failed."""
     max_attempts: Count = 4

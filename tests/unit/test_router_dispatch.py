@@ -19,8 +19,18 @@ from common.runtime.virtual_time import VirtualClock, run_virtual
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
-from contracts.requests import Accepted, CancelRequest, MixedRoute, Refused, SamplingParams, SubmitRequest, WorkerRef
+from contracts.requests import (
+    Accepted,
+    CancelRequest,
+    CancelWork,
+    MixedRoute,
+    Refused,
+    SamplingParams,
+    SubmitRequest,
+    WorkerRef,
+)
 from contracts.subjects import BrokerVerb
+from services.router import dispatch
 from services.router.core.prompt_frames import pack_ids, prompt_hash
 from services.router.core.remainder import Remainder
 from services.router.dispatch import Attempt, Canceller, Dispatcher, ExplicitRefusal, Job, Submission
@@ -189,7 +199,7 @@ def test_a_cancel_that_nobody_hears_is_told_once_a_request() -> None:
                 )
                 other = Job(request_id="r2", whole=WHOLE, stops=())
                 for each in (attempt(0), attempt(1), attempt(2), attempt(0, other)):
-                    canceller.cancel(each, Submission.ACCEPTED, reason="test")
+                    canceller.cancel(each, Submission.ACCEPTED, Deadline.after(clock, 0.0), reason="test")
         told = [line["request_id"] for line in lines if line["event"] == "cancel_not_heard"]
         assert sorted(told) == ["r1", "r2"]
 
@@ -233,10 +243,83 @@ def test_a_cancel_is_repeated_until_it_has_been_looked_at(
                 async with asyncio.TaskGroup() as cancels:
                     tasks = BoundedTasks(cancels, name="cancel", limit=8)
                     Canceller(server.connect(), clock, log, tasks, timeout_s=30.0).cancel(
-                        attempt(), submission, reason="test"
+                        attempt(), submission, Deadline.after(clock, 0.0), reason="test"
                     )
                 assert took_s[0] <= clock.monotonic() - began <= took_s[1]
                 task.cancel()
         assert not lines
+
+    in_bus(scenario)
+
+
+async def _cancel_broker(server: MemoryServer, heard: list[str]) -> None:
+    async with await server.connect().subscribe(subjects.broker_rpc(BrokerVerb.CANCEL)) as calls:
+        async for message in calls:
+            heard.append(decode(message.data, CancelRequest).handoff_id)
+            await message.respond(encode(Accepted(handoff_id=heard[-1])))
+
+
+async def _hints(server: MemoryServer, times: list[float], clock: VirtualClock) -> None:
+    async with await server.connect().subscribe(subjects.cancel("mixed-0", "r1")) as hints:
+        async for hint in hints:
+            assert decode(hint.data, CancelWork).handoff_id == "r1-0"
+            times.append(clock.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("left_s", "leads_after_s", "is_heard"), [(600.0, 90.0, True), (600.0, 595.0, True), (60.0, 90.0, False)]
+)
+def test_a_cancel_goes_on_until_the_deadline_of_its_request(
+    left_s: float, leads_after_s: float, is_heard: bool
+) -> None:
+    """The hint has stopped the workers, and what they hold waits for a broker that leads; workers need no more hints for that."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        heard: list[str] = []
+        hinted: list[float] = []
+        log: Any = structlog.get_logger()
+        with capture_logs() as lines:
+            async with asyncio.TaskGroup() as group:
+                hints = group.create_task(_hints(server, hinted, clock))
+                await clock.sleep(0.0)
+                began = clock.monotonic()
+                async with asyncio.TaskGroup() as cancels:
+                    canceller = Canceller(
+                        server.connect(), clock, log, BoundedTasks(cancels, name="cancel", limit=8), timeout_s=30.0
+                    )
+                    canceller.cancel(attempt(), Submission.ACCEPTED, Deadline.after(clock, left_s), reason="test")
+                    await clock.sleep(leads_after_s)
+                    broker = group.create_task(_cancel_broker(server, heard))
+                took_s = clock.monotonic() - began
+                await clock.sleep(0.0)
+                broker.cancel()
+                hints.cancel()
+        assert heard == (["r1-0"] if is_heard else [])
+        assert took_s <= leads_after_s + 5.0
+        assert [line["event"] for line in lines] == ([] if is_heard else ["cancel_not_heard"])
+        assert hinted[0] == began
+        assert 29.0 <= hinted[-1] - began <= 31.0
+
+    in_bus(scenario)
+
+
+def test_cancels_that_wait_for_long_give_way_to_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only so many go on behind their first time: the room for those of clients that leave now is not theirs."""
+    monkeypatch.setattr(dispatch, "MAX_LATE_CANCELS", 3)
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        log: Any = structlog.get_logger()
+        with capture_logs() as lines:
+            async with asyncio.TaskGroup() as group:
+                tasks = BoundedTasks(group, name="cancel", limit=8)
+                canceller = Canceller(server.connect(), clock, log, tasks, timeout_s=1.0)
+                for number in range(5):
+                    each = attempt(0, Job(request_id=f"r{number}", whole=WHOLE, stops=()))
+                    canceller.cancel(each, Submission.ACCEPTED, Deadline.after(clock, 600.0), reason="test")
+                assert tasks.running == 5
+                await clock.sleep(60.0)
+                assert tasks.running == 3
+                tasks.cancel()
+        assert [line["event"] for line in lines] == ["cancel_not_heard"] * 2
 
     in_bus(scenario)

@@ -24,7 +24,7 @@ from services.router.core.retry import may_take_reserve
 from services.router.core.retry_after import MAX_ENDS, WINDOW_S, Throughput, seconds_until_room
 from services.router.core.retry_budget import RetryBudget
 from services.router.core.token_order import MAX_WAITING_FRAMES, TokenOrder
-from services.router.dispatch import Attempt, Canceller, Job, Submission
+from services.router.dispatch import MAX_LATE_CANCELS, Attempt, Canceller, Job, Submission
 from services.router.metrics import RouterMetrics
 from services.router.settings import RouterSettings
 from services.router.token_inbox import Mailbox
@@ -77,7 +77,7 @@ async def test_cancels_under_way_are_bounded() -> None:
         tasks = BoundedTasks(group, name="cancel", limit=2)
         canceller = Canceller(server.connect(), SystemClock(), log, tasks, timeout_s=60.0)
         for _ in range(5):
-            canceller.cancel(attempt, Submission.ACCEPTED, reason="test")
+            canceller.cancel(attempt, Submission.ACCEPTED, Deadline.after(SystemClock(), 60.0), reason="test")
         assert (tasks.running, tasks.refused) == (2, 3)
         tasks.cancel()
 
@@ -102,9 +102,11 @@ def test_every_bound_is_a_number() -> None:
         MAX_ENDS,
         app._MAX_CANCELS,
         app._MAX_ACKNOWLEDGEMENTS,
+        MAX_LATE_CANCELS,
     )
     assert all(0 < bound < math.inf for bound in bounds)
     assert settings.max_concurrent_requests <= min(app._MAX_CANCELS, app._MAX_ACKNOWLEDGEMENTS)
+    assert settings.max_concurrent_requests <= app._MAX_CANCELS - MAX_LATE_CANCELS
 
 
 def test_the_budget_of_retries_is_a_share_of_requests_above_a_floor() -> None:
