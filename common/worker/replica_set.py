@@ -43,6 +43,8 @@ class ReplicaSet:
         self._replicas = tuple(sorted(replicas, key=lambda replica: replica.dp_rank))
         split_replicas("worker", self.manifests)
         self.line = WaitingLine(self.reserve)
+        self._attempts: dict[WorkerRef, object] = {}
+        """The newest attempt to link with each peer, while it is under way."""
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas)
@@ -124,18 +126,30 @@ class ReplicaSet:
         await self._link(peer, lambda engine: engine.link_source(peer, described))
 
     async def _link(self, peer: WorkerRef, make: Callable[[Engine], Awaitable[None]]) -> None:
+        attempt = self._attempts[peer] = object()
+
+        def is_replaced() -> bool:
+            return self._attempts.get(peer) is not attempt
+
         try:
             for replica in self._replicas:
                 await make(replica.engine)
         except EngineError:
-            await self.unlink(peer)
+            await self.unlink(peer, is_wanted=is_replaced)
             raise
+        finally:
+            if not is_replaced():
+                del self._attempts[peer]
 
-    async def unlink(self, peer: WorkerRef) -> None:
-        """Forget a peer on every replica. Twice is fine."""
+    async def unlink(self, peer: WorkerRef, *, is_wanted: Callable[[], bool] = lambda: False) -> None:
+        """Forget a peer on every replica. Twice is fine.
+
+        It waits for the turn of each replica, and the peer may be linked anew meanwhile: where it `is_wanted` then, it stays linked.
+        """
         for replica in self._replicas:
             async with replica.loop.lock:
-                await replica.engine.unlink(peer)
+                if not is_wanted():
+                    await replica.engine.unlink(peer)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every block and slot of every replica is in exactly one place."""

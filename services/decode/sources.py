@@ -190,6 +190,7 @@ class Sources:
         source.done.set()
         if refusal is not None and source.ref.worker_id not in self._heard.known and self._is_present(source):
             del self._sources[source.ref.worker_id]  # somebody named it, but it never registered
+            self._begin_unlink(source.ref)  # or it did, and was still linked when it was named
         if is_news:
             self._log.info(
                 "source_linked" if refusal is None else "source_not_linked",
@@ -202,18 +203,26 @@ class Sources:
     def _is_present(self, source: _Source) -> bool:
         return self._sources.get(source.ref.worker_id) is source
 
+    def _is_known(self, ref: WorkerRef) -> bool:
+        """Whether a start has come back since its end: its new link takes the place of what is left of the one before."""
+        known = self._sources.get(ref.worker_id)
+        return known is not None and known.ref == ref
+
     def _let_go(self, source: _Source, why: str = "is gone") -> None:
         """Unlink a start; whoever waits for it is told why."""
         text = f"{source.ref.worker_id} {source.ref.incarnation} {why}"
         source.is_linked, source.refusal = False, ErrorInfo(code=ErrorCode.WORKER_LOST, message=text)
         source.done.set()
         self._log.info("source_gone", source=source.ref.worker_id, source_incarnation=source.ref.incarnation)
-        if not self._tasks.try_start(partial(self._unlink, source.ref)):
-            self._log.error("source_left_linked", source=source.ref.worker_id)
+        self._begin_unlink(source.ref)
+
+    def _begin_unlink(self, ref: WorkerRef) -> None:
+        if not self._tasks.try_start(partial(self._unlink, ref)):
+            self._log.error("source_left_linked", source=ref.worker_id)
 
     async def _unlink(self, ref: WorkerRef) -> None:
         try:
-            await self._replicas.unlink(ref)
+            await self._replicas.unlink(ref, is_wanted=partial(self._is_known, ref))
         except EngineDeadError:
             raise
         except PdmeshError as error:

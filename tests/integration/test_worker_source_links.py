@@ -6,16 +6,21 @@ from typing import Any
 
 import pytest
 
+from common.bus.memory import MemoryBus
 from common.bus.storage import WORKER_TTL_S, WORKERS_CONFIG
 from common.engine.port import EngineError
+from common.runtime.clock import Deadline
 from common.worker.core.doubts import MAX_FAILED_IN_A_ROW
-from contracts.errors import ErrorCode
+from contracts import subjects
+from contracts.errors import ErrorCode, PdmeshError
 from contracts.handoff import Reserved
-from contracts.requests import Refused, WorkerRef
+from contracts.requests import Accepted, Refused, WorkerRef
+from contracts.subjects import WorkerVerb
+from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from tests.integration.leaderless import Leaderless
-from tests.integration.pulling_pair import computed, engine_of, pulling_pair, release
-from tests.integration.worker_world import Mesh, in_mesh
+from tests.integration.pulling_pair import computed, engine_of, pull_ended, pulling_pair, release
+from tests.integration.worker_world import HANDOFF, Mesh, in_mesh
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,54 @@ def test_a_pull_whose_source_cannot_be_linked_anew_is_tried_elsewhere() -> None:
         mesh.assert_empty()
 
     in_mesh(scenario)
+
+
+def test_a_source_that_comes_back_keeps_its_new_link() -> None:
+    """What was begun to undo the link before waits for a step that takes long; by its turn the same start is linked anew."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await pulling_pair(mesh)
+        source = await computed(mesh)
+        async with service.replicas[0].loop.lock:
+            service._sources._lost("prefill-0")
+            while not (found := service._sources._sources.get("prefill-0")) or not found.is_linked:
+                await mesh.clock.sleep(0.1)
+        assert await mesh.pull(source) == Accepted(handoff_id=HANDOFF)
+        assert (await pull_ended(mesh)).error is None
+        await release(mesh)
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_a_source_that_was_named_after_its_end_leaves_no_link_behind() -> None:
+    """Somebody asks for the start that is gone, and it does not answer: what is left of its link is undone all the same."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await pulling_pair(mesh)
+        ref = WorkerRef(worker_id="prefill-0", incarnation="i-prefill-0")
+        assert ref in engine_of(mesh)._links
+        gone = mesh.services["prefill-0"].bus
+        assert isinstance(gone, MemoryBus)
+        await gone.close()
+        await mesh.bus.subscribe(subjects.worker_rpc("prefill", "prefill-0", WorkerVerb.DESCRIBE))  # and never answers
+        async with service.replicas[0].loop.lock:
+            service._sources._lost("prefill-0")
+            await mesh.clock.sleep(0.1)
+            waits = mesh.group.create_task(_refused(service, ref, Deadline.after(mesh.clock, 60.0)))
+            await mesh.clock.sleep(0.1)
+        await waits
+        await mesh.clock.sleep(0.1)
+        assert service._sources._sources == {}
+        assert engine_of(mesh)._links == {}
+
+    in_mesh(scenario)
+
+
+async def _refused(service: DecodeService, ref: WorkerRef, deadline: Deadline) -> None:
+    """Ask for a source that cannot be had."""
+    with pytest.raises(PdmeshError):
+        await service._sources.linked(ref, deadline)
 
 
 def test_links_outlast_a_bucket_that_does_not_answer() -> None:
