@@ -16,7 +16,8 @@ _MARKER_HEADER: Final = "Nats-Marker-Reason"
 _DELETE: Final = "DEL"
 
 _FIRST_BACKOFF_S: Final = 0.25
-_LAST_BACKOFF_S: Final = 30.0
+_LONGEST_BACKOFF_S: Final = 2.0
+"""Well below the life of a worker's record: whoever reads the bucket late takes workers for gone that have long put theirs again."""
 _PASS_PAUSE_S: Final = 5.0
 """How long a pass waits for what the server has said to be there: longer than for a sign of life, which the server gives all the same."""
 
@@ -157,7 +158,7 @@ async def feed_watch(
 ) -> None:
     """Feed a watch for ever: a pass of the reader after another, whatever happens to the server.
 
-    The pause before a new pass grows while passes fail at once, so that a storm of reconnects leaks no consumers.
+    The pause before a new pass grows while passes fail, so that a storm of reconnects leaks few consumers: the server drops each soon.
     """
     backoff_s = _FIRST_BACKOFF_S
     while True:
@@ -167,6 +168,7 @@ async def feed_watch(
                 watch.restart()
                 if reader.num_pending == 0:
                     watch.caught_up()
+                    backoff_s = _FIRST_BACKOFF_S
                 while True:
                     read: Read = await reader.next()
                     watch.offer(bucket.entry_of(read.stored))
@@ -175,4 +177,4 @@ async def feed_watch(
                         backoff_s = _FIRST_BACKOFF_S
         except BusError:
             await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
