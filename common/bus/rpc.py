@@ -125,6 +125,14 @@ class RpcEdge:
         self._log.error("task_failed", task=name, error=repr(error), exc_info=error)
 
 
+def was_not_looked_at(answer: object) -> bool:
+    """Whether an answer says that the service had no room for the message: nobody has looked at it, and it is as if it had not come.
+
+    That holds for this delivery alone: an earlier one of the same message may have been taken on.
+    """
+    return isinstance(answer, Refused) and answer.error.code is ErrorCode.OVERLOADED
+
+
 def _code(answer: msgspec.Struct | None) -> str:
     if answer is None:
         return _UNANSWERED

@@ -11,6 +11,7 @@ import msgspec
 
 from common.bus.errors import BusError, BusTimeout, BusUnavailable, NoResponders
 from common.bus.port import Bus
+from common.bus.rpc import was_not_looked_at
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
 from common.runtime.pauses import pauses
@@ -286,7 +287,7 @@ class Canceller:
             answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
         except (BusError, CodecError):
             return None
-        return None if isinstance(answer, Refused) and answer.error.code is ErrorCode.OVERLOADED else answer
+        return None if was_not_looked_at(answer) else answer
 
     async def _hint(self, recall: _Recall) -> None:
         data = encode(CancelWork(handoff_id=recall.request.handoff_id))
