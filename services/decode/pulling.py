@@ -18,6 +18,7 @@ from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
 from common.runtime.trace import within
+from common.worker.core.doubts import Connection
 from common.worker.core.sequence import Sequence
 from common.worker.replica import Replica
 from contracts import subjects
@@ -29,6 +30,7 @@ from contracts.manifest import Role
 from contracts.pull import PullEnded, ShardPull, ShardState
 from contracts.rank_pull import PullReport, PullShards, ShardPulled
 from contracts.requests import WorkerRef
+from services.decode.core.judged_shards import judge_shards
 from services.decode.core.link_refusal import refuse_unlinked
 from services.decode.core.pulled_parts import PulledParts
 from services.decode.core.source_check import refuse_source
@@ -221,10 +223,8 @@ class Pulls:
         else:
             error = result.error
             self._counted.count(result)
-        if error is None:
-            self._ports.sources.pulled(pull.source)
-        elif error.code is ErrorCode.TRANSFER_FAILED:
-            self._ports.sources.pull_failed(pull.source)
+        link = Connection(peer=pull.source, own_dp_rank=pull.sequence.dp_rank, peer_dp_rank=command.source.dp_rank)
+        self._ports.sources.note(judge_shards(link, () if result is None else result.shards, error))
         pull.is_under_way = False
         if self._pulls.get(handoff_id) is not pull:
             return  # released meanwhile: the broker knows more than we could tell it

@@ -24,6 +24,7 @@ from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.manifest import RankManifest
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerRecord, WorkerRole
+from services.decode.core.judged_shards import Judged
 
 MAX_SOURCES: Final = 1024
 """Prefill workers that a decode worker links with; one more is refused by name."""
@@ -96,14 +97,15 @@ class Sources:
             raise AssertionError("who is linked was described")
         return source.manifest
 
-    def pulled(self, ref: WorkerRef) -> None:
-        """Note that a pull from a source has arrived."""
-        self._doubts.moved(ref)
-
-    def pull_failed(self, ref: WorkerRef) -> None:
-        """Note that one has not. After some in a row the link is undone, and made again when the source's record comes next."""
-        source = self._sources.get(ref.worker_id)
-        if self._doubts.failed(ref) and source is not None and source.ref == ref and source.is_linked:
+    def note(self, judged: Judged) -> None:
+        """Note a pull that has ended. After some that failed in a row, the link is undone, and made again when the source's record comes next."""
+        for connection in judged.moved:
+            self._doubts.moved(connection)
+        for connection in judged.failed:
+            ref = connection.peer
+            source = self._sources.get(ref.worker_id)
+            if source is None or source.ref != ref or not source.is_linked or not self._doubts.failed(connection):
+                continue
             self._log.error("source_doubted", source=ref.worker_id, source_incarnation=ref.incarnation)
             del self._sources[ref.worker_id]
             self._let_go(source, "is linked anew: what was pulled from it did not arrive")
@@ -213,6 +215,7 @@ class Sources:
         text = f"{source.ref.worker_id} {source.ref.incarnation} {why}"
         source.is_linked, source.refusal = False, ErrorInfo(code=ErrorCode.WORKER_LOST, message=text)
         source.done.set()
+        self._doubts.forget(source.ref)
         self._log.info("source_gone", source=source.ref.worker_id, source_incarnation=source.ref.incarnation)
         self._begin_unlink(source.ref)
 

@@ -19,7 +19,7 @@ from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.offload import Offload
 from common.runtime.tasks import BoundedTasks
-from common.worker.core.doubts import Doubts
+from common.worker.core.doubts import Connection, Doubts
 from common.worker.last_look import take_gone
 from common.worker.replica_set import ReplicaSet
 from contracts import subjects
@@ -145,15 +145,19 @@ class Links:
         if peer is not None and peer.worker_id in self._peers:
             self._tick(peer.worker_id)
 
-    def pushed(self, peer: WorkerRef) -> None:
+    def pushed(self, connection: Connection) -> None:
         """Note that something has arrived at a peer."""
-        self._doubts.moved(peer)
+        self._doubts.moved(connection)
 
-    def push_failed(self, peer: WorkerRef, outcome: PushOutcome, reason: str) -> None:
+    def push_failed(self, connection: Connection, outcome: PushOutcome, reason: str) -> None:
         """Note, once a handoff, that a push to a peer failed. With reason to doubt the link it is undone, and the peer met again."""
-        if self._doubts.failed(peer, is_unclear=outcome is PushOutcome.INDETERMINATE) and peer.worker_id in self._peers:
+        ref = connection.peer
+        peer = self._peers.get(ref.worker_id)
+        if peer is None or peer.pair.incarnation != ref.incarnation:
+            return
+        if self._doubts.failed(connection, is_unclear=outcome is PushOutcome.INDETERMINATE):
             text = f"what was pushed to it did not arrive: {reason}"[:_MAX_REASON_CHARS]
-            self._feed(peer.worker_id, Doubted(at=self._clock.monotonic(), incarnation=peer.incarnation, reason=text))
+            self._feed(ref.worker_id, Doubted(at=self._clock.monotonic(), incarnation=ref.incarnation, reason=text))
 
     # Tasks.
 
@@ -273,6 +277,7 @@ class Links:
                     return Connected(at=self._clock.monotonic(), incarnation=incarnation)
                 case Disconnect():
                     await self._replicas.unlink(ref)
+                    self._doubts.forget(ref)
                     return Disconnected(at=self._clock.monotonic(), incarnation=incarnation)
         except EngineDeadError:
             raise  # the worker cannot go on

@@ -18,6 +18,7 @@ from common.engine.port import EngineDeadError, EngineError
 from common.runtime.clock import Deadline
 from common.runtime.trace import within
 from common.worker.core.admission import same_work
+from common.worker.core.doubts import Connection
 from common.worker.core.parts import PushedParts
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
@@ -268,14 +269,20 @@ class PrefillService(WorkerService):
             if sequence is None or sequence.push is None or prefill is None:
                 continue
             grant = sequence.push.grant
-            peer = WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
+            connection = Connection(
+                peer=WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation),
+                own_dp_rank=replica.dp_rank,
+                peer_dp_rank=grant.dp_rank,
+                own_rank=push.rank,
+                peer_rank=push.destination_rank,
+            )
             if push.outcome is not PushOutcome.DONE:
                 if not prefill.failed:
-                    self.links.push_failed(peer, push.outcome, push.reason)
+                    self.links.push_failed(connection, push.outcome, push.reason)
                 text = f"rank {push.rank} could not push {push.role} of layer {push.layer}: {push.reason}"
                 self._fail(sequence, ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=text))
                 continue
-            self.links.pushed(peer)
+            self.links.pushed(connection)
             part = prefill.parts.add(push)
             self._unreported[push.handoff_id, push.rank] = None
             key = push.rank, push.namespace, push.role, push.layer, push.destination_rank

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG
+from common.worker.core.doubts import Connection
 from contracts.links import LinkState
 from contracts.rank import PushOutcome
 from contracts.requests import WorkerRef
@@ -61,7 +62,8 @@ def test_a_doubted_link_is_undone_and_made_again_as_soon_as_that_is_possible() -
         await world.linked()
         world.service.links.transfer_begins("r1-0", peer.ref)
         world.engine.failing_links = 2
-        world.service.links.push_failed(peer.ref, PushOutcome.INDETERMINATE, "it has been silent for 10 s")
+        connection = Connection(peer=peer.ref, own_dp_rank=0, peer_dp_rank=0, own_rank=1, peer_rank=0)
+        world.service.links.push_failed(connection, PushOutcome.INDETERMINATE, "it has been silent for 10 s")
         assert world.service.links.met("decode-0", "i0") is None
         await world.until(LinkState.MEETING, within_s=1.0)
         await world.linked()

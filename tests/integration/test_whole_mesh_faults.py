@@ -7,6 +7,7 @@ import pytest
 
 from common.engine.fake.engine import FakeEngine
 from common.engine.fake.tokens import fake_token
+from common.worker.core.doubts import MAX_FAILED_IN_A_ROW
 from contracts import ids, subjects
 from contracts.codec import encode
 from contracts.errors import ErrorCode
@@ -60,6 +61,40 @@ def test_one_rank_that_cannot_push_ends_its_request_alone(monkeypatch: pytest.Mo
         assert mesh.clock.monotonic() - began < SOON_S
         await mesh.serve(2, mixed=False, cancel_after=None)
         assert (await ended(mesh, 2)).state is HandoffState.FINISHED
+
+    run_mesh(scenario, {}, PUSH)
+
+
+def test_a_link_of_which_one_connection_is_dead_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every handoff fails over it, though all other ranks' parts arrive: after some the pair is linked anew, and serves."""
+    next_push, unlink = FakeEngine.next_push, FakeEngine.unlink
+    unlinked: list[WorkerRef] = []
+
+    async def dead_at_one(self: FakeEngine) -> PartPushed:
+        push = await next_push(self)
+        if unlinked or push.rank != 1:
+            return push
+        return msgspec.structs.replace(push, outcome=PushOutcome.FAILED_QUIESCED, reason="the peer does not answer")
+
+    async def noted(self: FakeEngine, peer: WorkerRef) -> None:
+        await unlink(self, peer)
+        unlinked.append(peer)
+
+    monkeypatch.setattr(FakeEngine, "next_push", dead_at_one)
+    monkeypatch.setattr(FakeEngine, "unlink", noted)
+
+    async def scenario(mesh: Mesh) -> None:
+        for number in range(1, MAX_FAILED_IN_A_ROW + 1):
+            assert unlinked == []
+            await mesh.serve(number, mixed=False, cancel_after=None)
+            assert (await ended(mesh, number)).state is HandoffState.FAILED
+        await mesh.clock.sleep(0.1)
+        assert unlinked == [WorkerRef(worker_id="decode-0", incarnation="i-decode-0")]
+        await mesh.wait_linked()
+        await mesh.serve(9, mixed=False, cancel_after=None)
+        assert (await ended(mesh, 9)).state is HandoffState.FINISHED
+        await mesh.clock.sleep(SOON_S)
+        mesh.assert_empty()
 
     run_mesh(scenario, {}, PUSH)
 

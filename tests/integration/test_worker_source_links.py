@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.bus.memory import MemoryBus
 from common.bus.storage import WORKER_TTL_S, WORKERS_CONFIG
 from common.engine.port import EngineError
 from common.runtime.clock import Deadline
-from common.worker.core.doubts import MAX_FAILED_IN_A_ROW
+from common.worker.core.doubts import MAX_FAILED_IN_A_ROW, Connection
 from contracts import subjects
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.handoff import Reserved
 from contracts.requests import Accepted, Refused, WorkerRef
 from contracts.subjects import WorkerVerb
+from services.decode.core.judged_shards import Judged
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from tests.integration.leaderless import Leaderless
 from tests.integration.pulling_pair import computed, engine_of, pull_ended, pulling_pair, release
 from tests.integration.worker_world import HANDOFF, Mesh, in_mesh
+
+LINK = Connection(peer=WorkerRef(worker_id="prefill-0", incarnation="i-prefill-0"), own_dp_rank=0, peer_dp_rank=0)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +72,32 @@ def test_a_pull_whose_source_cannot_be_linked_anew_is_tried_elsewhere() -> None:
 
         engine.link_source = swallowed  # type: ignore[method-assign]  # as over a network that drops packets
         for _ in range(MAX_FAILED_IN_A_ROW):
-            service._sources.pull_failed(WorkerRef(worker_id="prefill-0", incarnation="i-prefill-0"))
+            service._sources.note(Judged(moved=(), failed=(LINK,)))
         answer = await mesh.pull(source)
         assert isinstance(answer, Refused)
         assert answer.error.code is ErrorCode.TRANSFER_FAILED
         assert answer.error.message == "decode-0 cannot read from prefill-0: rank 0: no answer"
+        await release(mesh)
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
+def test_pulls_that_never_find_their_link_get_it_made_anew() -> None:
+    """The worker believes that it is linked, and its ranks know of no link: after some pulls it is linked again, and pulls go on."""
+
+    async def scenario(mesh: Mesh) -> None:
+        service = await pulling_pair(mesh)
+        source = await computed(mesh)
+        await engine_of(mesh).unlink(LINK.peer)
+        service._sources.note(Judged(moved=(msgspec.structs.replace(LINK, peer_dp_rank=1),), failed=()))
+        for lock in range(1, MAX_FAILED_IN_A_ROW + 1):
+            assert await mesh.pull(source, lock=lock) == Accepted(handoff_id=HANDOFF)
+            ended = await pull_ended(mesh)
+            assert ended.error is not None
+            assert ended.error.code is ErrorCode.TRANSFER_FAILED
+        assert await mesh.pull(source, lock=MAX_FAILED_IN_A_ROW + 1) == Accepted(handoff_id=HANDOFF)
+        assert (await pull_ended(mesh)).error is None
         await release(mesh)
         mesh.assert_empty()
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.worker.core.doubts import MAX_FAILED_IN_A_ROW, Doubts
 from contracts.links import LinkEventName
-from contracts.requests import WorkerRef
 from services.prefill.core.pair import MAX_FAILURES, Doing, Pair, Phase, Refusal, Terms, pause_s
 from services.prefill.core.pair_events import (
     Connect,
@@ -177,17 +175,6 @@ def test_who_is_doubted_and_gone_as_well_is_gone() -> None:
     _, effects = run(pair, Disconnected(at=12.0, incarnation="a"))
     tell = Tell(event=LinkEventName.UNLINKED, incarnation="a", terms=TERMS, reason="the decode worker is gone")
     assert effects == (tell,)
-
-
-def test_doubted_are_unclear_ends_and_failures_in_a_row() -> None:
-    """What arrives in between shows that the link carries; another start of the peer has a count of its own."""
-    doubts, peer = Doubts(), WorkerRef(worker_id="decode-0", incarnation="a")
-    assert [doubts.failed(peer) for _ in range(MAX_FAILED_IN_A_ROW - 1)] == [False] * (MAX_FAILED_IN_A_ROW - 1)
-    doubts.moved(peer)
-    assert not doubts.failed(WorkerRef(worker_id="decode-0", incarnation="b"))
-    assert [doubts.failed(peer) for _ in range(MAX_FAILED_IN_A_ROW)][-2:] == [False, True]
-    assert not doubts.failed(peer)
-    assert doubts.failed(peer, is_unclear=True)
 
 
 def test_a_link_that_nobody_wants_as_it_comes_up_is_never_told() -> None:
