@@ -32,6 +32,8 @@ from services.router.metrics import RouterMetrics
 from services.router.token_inbox import Mailbox
 
 _Answer: TypeAlias = TokenFrame | Accepted | Refused
+_MAX_IDLE_FRAMES: Final = 16
+"""Frames that may come without the next token before it is asked for: a stream that goes on behind a loss is never silent."""
 ASK_S: Final = 2.0
 """How long each of those who may know is given to answer."""
 
@@ -53,19 +55,25 @@ class Replayer:
     async def ask(self, attempt: Attempt, order: TokenOrder) -> TokenFrame | None:
         """What the worker has told from the next token on, or how the broker says that it ended; None when nobody can tell now.
 
-        Raises `PdmeshError` (`worker_lost`) when what is missing cannot be had any more: nobody knows it. Who does not answer may
-        know it all the same, but not once its start is gone: what it knew went with it.
+        What does not advance `order` is no news, and whoever says only that does not know what is missing. Raises `PdmeshError`
+        (`worker_lost`) when that cannot be had any more: nobody knows it. Who does not answer may know it all the same, but not
+        once its start is gone: what it knew went with it.
         """
         asked = ReplayTokens(handoff_id=attempt.handoff_id, index=order.next_index)
         unsure = False
         for worker, subject in _senders(attempt):
             answer = await self._ask(subject, asked)
             if isinstance(answer, TokenFrame):
-                self._metrics.replays.labels("news" if answer.token_ids or answer.final else "nothing_new").inc()
-                return answer
-            unsure = unsure or not (_is_unknown(answer) or (answer is None and self._is_gone(worker)))
+                if order.advances(answer):
+                    self._metrics.replays.labels("news").inc()
+                    return answer
+                if not (answer.token_ids or answer.final):  # the next token is still to be made
+                    self._metrics.replays.labels("nothing_new").inc()
+                    return None
+            elif not (_is_unknown(answer) or (answer is None and self._is_gone(worker))):
+                unsure = True
         answer = await self._ask(subjects.broker_rpc(BrokerVerb.OUTCOME), asked)
-        if isinstance(answer, TokenFrame) and (answer.error is not None or answer.num_tokens <= order.next_index):
+        if isinstance(answer, TokenFrame) and order.advances(answer):
             self._metrics.replays.labels("news").inc()
             return answer
         if not unsure and (isinstance(answer, TokenFrame) or _is_unknown(answer)):
@@ -102,7 +110,11 @@ class Replayer:
 
 
 class FrameSource:
-    """The frames of one attempt: as they come, and asked for when they do not."""
+    """The frames of one attempt: as they come, and asked for when they do not.
+
+    No answer is asked for again and again at the same pace: each question that does not bring the attempt forward doubles the wait
+    for the next one. Frames that come and do not bring it forward either keep nobody from asking.
+    """
 
     def __init__(self, replayer: Replayer, attempt: Attempt, mailbox: Mailbox, order: TokenOrder) -> None:
         self._replayer = replayer
@@ -110,21 +122,29 @@ class FrameSource:
         self._mailbox = mailbox
         self._order = order
         self._patience = Patience()
+        self._state = order.next_index, order.gap
+        self._num_idle = 0
 
     async def next(self) -> TokenFrame:
         """Wait for a frame, which may say nothing new. The caller sets the deadline. Raises as `Replayer.ask` does."""
+        state = self._order.next_index, self._order.gap
+        if state != self._state:
+            self._state = state
+            self._num_idle = 0
+            self._patience.heard()
         while True:
-            frame = await self._mailbox.get(self._patience.wait_s(gap=self._order.gap))
-            if frame is not None:
-                self._patience.heard()
-                return frame
+            if self._num_idle < _MAX_IDLE_FRAMES:
+                frame = await self._mailbox.get(self._patience.wait_s(gap=self._order.gap))
+                if frame is not None:
+                    self._num_idle += 1
+                    return frame
+            self._num_idle = 0
             if self._mailbox.take_nudge():
                 self._patience.heard()
             frame = await self._replayer.ask(self._attempt, self._order)
-            if frame is not None and (frame.token_ids or frame.final):
-                self._patience.heard()
-                return frame
             self._patience.asked()
+            if frame is not None:
+                return frame
 
 
 def _senders(attempt: Attempt) -> Iterator[tuple[WorkerRef, str]]:

@@ -147,3 +147,40 @@ def test_a_final_frame_says_one_thing(fields: dict[str, Any]) -> None:
     with pytest.raises(PdmeshError) as broken:
         TokenOrder(attempt=0).accept(frame(0, 1, final=True, num_tokens=1, **fields))
     assert broken.value.message == "a final frame has either a finish_reason or an error"
+
+
+STOP: dict[str, Any] = {"final": True, "finish_reason": FinishReason.STOP}
+ERROR: dict[str, Any] = {"final": True, "error": ErrorInfo(code=ErrorCode.INTERNAL, message="m")}
+
+
+@pytest.mark.parametrize(
+    ("came", "told", "advances"),
+    [
+        ([frame(0, 7)], frame(1, 8), True),
+        ([frame(0, 7)], frame(0, 7, 8), True),
+        ([frame(0, 7)], frame(0, 7), False),
+        ([frame(0, 7)], frame(2, 9), False),
+        ([frame(0, 7)], frame(1), False),
+        ([frame(0, 7)], frame(1, 8, attempt=1), False),
+        ([frame(0, 7)], frame(1, num_tokens=1, **STOP), True),
+        ([frame(0, 7)], frame(1, 8, num_tokens=2, **STOP), True),
+        ([frame(0, 7)], frame(2, num_tokens=2, **STOP), False),
+        ([frame(0, 7)], frame(1, num_tokens=1, attempt=1, **STOP), False),
+        ([frame(0, 7)], frame(9, **ERROR), True),
+        ([frame(0, 7), frame(3, num_tokens=3, **STOP)], frame(1, num_tokens=1, **STOP), False),
+        ([frame(0, 7), frame(3, num_tokens=3, **STOP)], frame(0, **ERROR), True),
+        ([frame(0, 7), frame(1, num_tokens=1, **STOP)], frame(1, num_tokens=1, **STOP), False),
+        ([frame(0, 7), frame(1, num_tokens=1, **STOP)], frame(1, **ERROR), False),
+    ],
+)
+def test_only_the_next_token_or_the_end_advances_an_attempt(
+    came: list[TokenFrame], told: TokenFrame, advances: bool
+) -> None:
+    """What is said of a frame beforehand is what comes of it."""
+    order = TokenOrder(attempt=0)
+    for each in came:
+        order.accept(each)
+    before = order.next_index, order.end
+    assert order.advances(told) is advances
+    order.accept(told)
+    assert ((order.next_index, order.end) != before) is advances

@@ -53,6 +53,16 @@ class TokenOrder:
         """Whether a token is missing that others have overtaken."""
         return bool(self._waiting) or (self._final is not None and self.end is None)
 
+    def advances(self, frame: TokenFrame) -> bool:
+        """Whether the frame has the next token, or ends what has come, so that `accept` changes more than what waits."""
+        if frame.attempt != self._attempt:
+            return False
+        if frame.index <= self.next_index < frame.index + len(frame.token_ids):
+            return True
+        if not frame.final or self.end is not None:
+            return False
+        return frame.error is not None or (self._final is None and frame.num_tokens <= self.next_index)
+
     def accept(self, frame: TokenFrame) -> Sequence[int]:
         """Take a frame in, and return the tokens that are next in the stream now."""
         if frame.attempt != self._attempt:
