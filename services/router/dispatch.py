@@ -71,8 +71,8 @@ class Attempt:
     previous_error: ErrorInfo | None = None
 
 
-class ExplicitRefusal(PdmeshError):  # noqa: N818 - an answer, not a mishap
-    """The peer does not take the attempt, and cannot have taken an earlier delivery of it: nothing of it lives there."""
+class NotTakenError(PdmeshError):
+    """No delivery of the attempt can have been taken on: each was refused, or never reached anybody. Nothing of it lives there."""
 
 
 class Submission(StrEnum):
@@ -146,8 +146,8 @@ class Dispatcher:
     ) -> None:
         """Deliver a message. `may_be_silent` says that somebody else will answer if nobody does now: the broker has successors.
 
-        A refusal behind a delivery whose outcome is unknown is no `ExplicitRefusal`: a service that had no room for the repeat, or
-        that had ended meanwhile what the first one began, says nothing of what it took on before.
+        Raises `NotTakenError`, and any other `PdmeshError` behind a delivery whose outcome is unknown: a service that has no room for
+        the repeat, or nobody who hears it, says nothing of what the first one began.
         """
         patience = deadline.capped(self._outage_patience_s)
         unanswered = 0
@@ -170,11 +170,13 @@ class Dispatcher:
             except (BusUnavailable, NoResponders) as error:
                 may_be_taken = may_be_taken or (isinstance(error, BusUnavailable) and error.maybe_done)
                 if patience.passed or (isinstance(error, NoResponders) and not may_be_silent):
-                    raise
+                    if may_be_taken:
+                        raise
+                    raise NotTakenError(error.message, code=error.code) from error
             else:
                 answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
                 if isinstance(answer, Refused):
-                    kind = PdmeshError if may_be_taken else ExplicitRefusal
+                    kind = PdmeshError if may_be_taken else NotTakenError
                     raise kind(answer.error.message, code=answer.error.code, param=answer.error.param)
                 return
             await self._clock.sleep(min(next(waits), max(_FIRST_PAUSE_S, patience.remaining)))

@@ -20,7 +20,7 @@ from services.router.core.retry_budget import RetryBudget
 from services.router.core.text_stream import TextPiece, TextStream
 from services.router.core.token_order import TokenOrder
 from services.router.core.vocabulary import Vocabulary
-from services.router.dispatch import Attempt, Canceller, Dispatcher, ExplicitRefusal, Job, Submission
+from services.router.dispatch import Attempt, Canceller, Dispatcher, Job, NotTakenError, Submission
 from services.router.fleet import Fleet
 from services.router.interruption import Interruptible, SlowReaderError
 from services.router.metrics import RouterMetrics
@@ -171,7 +171,7 @@ class Generator:
             submission = Submission.MAYBE
             try:
                 await self.dispatcher.submit(attempt, deadline)
-            except ExplicitRefusal:
+            except NotTakenError:
                 submission = Submission.NONE
                 raise
             submission = Submission.ACCEPTED

@@ -10,7 +10,6 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from common.bus.errors import BusUnavailable, NoResponders
 from common.bus.memory import MemoryServer
 from common.bus.port import Bus
 from common.runtime.clock import Deadline
@@ -33,7 +32,7 @@ from contracts.subjects import BrokerVerb
 from services.router import dispatch
 from services.router.core.prompt_frames import pack_ids, prompt_hash
 from services.router.core.remainder import Remainder
-from services.router.dispatch import Attempt, Canceller, Dispatcher, ExplicitRefusal, Job, Submission
+from services.router.dispatch import Attempt, Canceller, Dispatcher, Job, NotTakenError, Submission
 
 PATIENCE_S = 12.0
 PACKED = pack_ids([1, 2, 3])
@@ -125,17 +124,34 @@ def test_an_outage_is_waited_out(outage: str) -> None:
     in_bus(scenario)
 
 
-@pytest.mark.parametrize(("outage", "error"), [("no broker", NoResponders), ("no bus", BusUnavailable)])
-def test_an_outage_is_not_waited_out_for_ever(outage: str, error: type[Exception]) -> None:
-    """It fails the attempt by name once that has taken too long."""
+@pytest.mark.parametrize("is_heard_once", [False, True])
+@pytest.mark.parametrize(
+    ("outage", "code"), [("no broker", ErrorCode.WORKER_LOST), ("no bus", ErrorCode.BUS_UNAVAILABLE)]
+)
+def test_an_outage_is_not_waited_out_for_ever(outage: str, code: ErrorCode, is_heard_once: bool) -> None:
+    """It fails the attempt by name once that has taken too long; nothing of it lives anywhere if nobody can have heard of it."""
 
     async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
         bus = server.connect()
-        if outage == "no bus":
-            server.go_down()
-        began = clock.monotonic()
-        with pytest.raises(error):
-            await dispatcher(bus, clock).submit(attempt(), Deadline.after(clock, 60.0))
+        heard: list[SubmitRequest] = []
+
+        async def break_down() -> None:
+            if is_heard_once:
+                task = group.create_task(_broker(server, heard, deaf=1), name="broker")
+                while not heard:
+                    await clock.sleep(0.01)
+                task.cancel()
+            if outage == "no bus":
+                server.go_down()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(break_down(), name="break down")
+            await clock.sleep(0.0)
+            began = clock.monotonic()
+            with pytest.raises(PdmeshError) as caught:
+                await dispatcher(bus, clock).submit(attempt(), Deadline.after(clock, 60.0))
+        assert caught.value.code is code
+        assert isinstance(caught.value, NotTakenError) is not is_heard_once
         assert PATIENCE_S <= clock.monotonic() - began < PATIENCE_S + 1.0
 
     in_bus(scenario)
@@ -170,7 +186,7 @@ def test_a_refusal_says_that_nothing_lives_there_only_if_nothing_was_delivered_b
             task.cancel()
         refused = caught.value
         assert (refused.code, refused.message, refused.param) == (ErrorCode.OVERLOADED, "full", "max_tokens")
-        assert isinstance(refused, ExplicitRefusal) is (before in {"nothing", "nobody was there"})
+        assert isinstance(refused, NotTakenError) is (before in {"nothing", "nobody was there"})
 
     in_bus(scenario)
 
@@ -180,8 +196,9 @@ def test_a_worker_that_nobody_hears_of_is_not_waited_for() -> None:
 
     async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
         began = clock.monotonic()
-        with pytest.raises(NoResponders):
+        with pytest.raises(NotTakenError) as caught:
             await dispatcher(server.connect(), clock).send_prompt(attempt(), Deadline.after(clock, 60.0))
+        assert caught.value.code is ErrorCode.WORKER_LOST
         assert clock.monotonic() - began < 0.1
 
     in_bus(scenario)
