@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from common.bus.faults import SeededFaults
+from common.bus.storage import LEASES_CONFIG, LINKS_CONFIG, ROUTERS_CONFIG, WORKERS_CONFIG, handoffs_config
 from tests.simulation.plots import FaultKind
+
+_ALL_BUT_RECORDS: Final = (
+    *(f"$KV.{config.name}." for config in (LEASES_CONFIG, LINKS_CONFIG, ROUTERS_CONFIG, WORKERS_CONFIG)),
+    f"$KV.{handoffs_config(1.0).name}.>",
+)
+"""Subjects of calls to the store about anything but one handoff's record."""
 
 
 class Disturbance(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +26,8 @@ class Disturbance(msgspec.Struct, frozen=True, kw_only=True):
     store_loss: float = 0.0
     answer_loss: float = 0.0
     store_delay_s: float = 0.0
+    spares: tuple[str, ...] = ()
+    """Prefixes of subjects that it leaves alone."""
 
 
 def disturbance(kind: FaultKind, severity: float) -> Disturbance:
@@ -37,6 +48,8 @@ def disturbance(kind: FaultKind, severity: float) -> Disturbance:
             return Disturbance(
                 store_loss=0.15 * severity, answer_loss=0.15 * severity, store_delay_s=0.05 + 0.7 * severity
             )
+        case FaultKind.WRITES:
+            return msgspec.structs.replace(disturbance(FaultKind.STORE, severity), spares=_ALL_BUT_RECORDS)
         case _:
             return Disturbance()
 
@@ -60,4 +73,8 @@ class Disturbances:
 
     def _apply(self) -> None:
         for field in Disturbance.__struct_fields__:
-            setattr(self._faults, field, max((getattr(each, field) for each in self._lasting), default=0.0))
+            if field != "spares":
+                setattr(self._faults, field, max((getattr(each, field) for each in self._lasting), default=0.0))
+        # What one of those that disturb the store does not spare is not spared.
+        of_store = [each.spares for each in self._lasting if each.store_delay_s]
+        self._faults.protected = of_store[0] if of_store and all(of_store) else ()

@@ -55,7 +55,7 @@ class FaultPlayer:
         """Begin with a fault; returns what ends it."""
         mesh, server = self._mesh, self._mesh.server
         match fault.kind:
-            case FaultKind.NOISE | FaultKind.LATE | FaultKind.STORE:
+            case FaultKind.NOISE | FaultKind.LATE | FaultKind.STORE | FaultKind.WRITES:
                 one = disturbance(fault.kind, fault.severity)
                 self._disturbances.begin(one)
                 return partial(self._disturbances.end, one)

@@ -21,6 +21,7 @@ class FaultKind(StrEnum):
     NOISE = "noise"  # messages are lost, repeated, late and out of order; store calls and their answers, too
     LATE = "late"  # messages and answers are late, and out of order; hardly one is lost
     STORE = "store"  # the store is slow, and loses calls and answers
+    WRITES = "writes"  # the same, but of the records of single handoffs only: who leads goes on leading
     BLINK = "blink"  # the bus is down for an instant, again and again
     CRASH = "crash"  # a process is killed, and started again after that time
     FREEZE = "freeze"  # a process stands still, then wakes up
@@ -54,6 +55,8 @@ class Plot(StrEnum):
     TAKEOVER = "takeover"  # the leader is gone, and the next one has slow answers
     OVERLAP = "overlap"  # the leader was frozen, and is back while the next one begins
     ROUTERS = "routers"  # routers die while messages are late
+    INHERITED = "inherited"  # the leader is gone while messages were late: workers have told nobody how prompts ended
+    AWAKENING = "awakening"  # the leader was frozen, and wakes up when another one has done all of its work
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,8 @@ WISHES: Final[dict[Plot, Wishes]] = {
     Plot.TAKEOVER: Wishes(tight=0.0, single=0.5, short=0.4, leaves=0.1, deadlines_s=(14.0, 18.0, 24.0)),
     Plot.OVERLAP: Wishes(tight=0.0, single=0.0, short=0.8, leaves=0.05, deadlines_s=(18.0, 24.0)),
     Plot.ROUTERS: Wishes(tight=0.0, short=0.5, leaves=0.0),
+    Plot.INHERITED: Wishes(tight=0.0, single=0.75, short=1.0, leaves=0.05, span_s=3.5, deadlines_s=(18.0, 24.0)),
+    Plot.AWAKENING: Wishes(tight=0.0, single=0.0, short=1.0, leaves=0.05, span_s=3.5, deadlines_s=(24.0, 30.0)),
 }
 
 
@@ -113,5 +118,29 @@ def faults_of(
             store = fault(FaultKind.STORE, at + rng.uniform(-1.0, 6.0), 1.5 * _LEASE_S)
             late = fault(FaultKind.LATE, at - 0.5, rng.choice((1.0, 1.5 * _LEASE_S)))
             return [late, overlap, store]
+        case Plot.INHERITED:
+            at = rng.uniform(2.3, 3.2)  # pairs have been met, and requests still come
+            before = fault(FaultKind.LATE, at - 0.8, 1.0)
+            ends = fault(FaultKind.CRASH, at, rng.uniform(0.5, 14.0), brokers[0])
+            prefills = [worker for worker in workers if worker.startswith("prefill")]
+            fails = fault(FaultKind.STEP, at + rng.uniform(-0.2, 0.2), 1.0, rng.choice(prefills))
+            # Its lease was renewed once: it is free when a quarter more than its time has passed.
+            late = fault(FaultKind.LATE, 1.2 * _LEASE_S, 8.0)
+            # A claim that is not answered is given up when the store is quick again: ends overtake what is asked then.
+            writes = fault(FaultKind.WRITES, 1.2 * _LEASE_S, rng.uniform(0.12, 0.18) * _LEASE_S)
+            return [before, ends, fails, late, writes]
+        case Plot.AWAKENING:
+            at, for_s = rng.uniform(2.3, 3.2), rng.uniform(1.6, 1.9) * _LEASE_S
+            late, frozen = fault(FaultKind.LATE, at - 0.8, 1.3), fault(FaultKind.FREEZE, at, for_s, brokers[0])
+            # Behind a reconnect it is told of all workers again: when it wakes up it hears of them before anything else.
+            lost = fault(FaultKind.PARTITION, at + 0.005, 0.02, brokers[0])
+            # Those whom it asks are others by then, as it learns first; prefill workers come first in line.
+            dead = [
+                fault(FaultKind.CRASH, at + rng.uniform(1.3, 1.5) * _LEASE_S, rng.uniform(0.02, 0.3), worker)
+                for worker in workers[:3]
+            ]
+            # Without a bus whatever it asks fails at once, before its term is over; with one, its writes are answered.
+            outage = fault(FaultKind.OUTAGE, at + for_s - 0.2, 0.4)
+            return [late, frozen, lost, *dead, outage] if rng.random() < 0.6 else [late, frozen, lost, *dead]
         case Plot.ROUTERS:
             return [fault(FaultKind.LATE, 0.0, 8.0), *(crash(routers, 0.2, 6.0) for _ in range(3))]

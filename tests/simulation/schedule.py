@@ -24,7 +24,9 @@ _LEAST_S: Final = 8.0
 _PATIENCE_S: Final = 120.0
 """Far longer than the last fault and `liveness.STILL_S` together: what hangs is found out before its deadline ends it."""
 _LONG_ANSWERS: Final = (24, 48)
-_BY_CHANCE: Final = tuple(kind for kind in FaultKind if kind is not FaultKind.OVERLAP)
+_NEEDS_ANOTHER: Final = frozenset({Plot.OVERLAP, Plot.AWAKENING})
+"""Plots in which another broker has to take over at its time."""
+_BY_CHANCE: Final = tuple(kind for kind in FaultKind if kind not in {FaultKind.OVERLAP, FaultKind.WRITES})
 
 
 class Pulls(StrEnum):
@@ -99,7 +101,7 @@ def make_schedule(seed: int) -> Schedule:
     plot = rng.choice([each for each in Plot if each is not Plot.CHANCE]) if rng.random() < _PLOTTED else Plot.CHANCE
     workers = _guessing(_workers(rng, random.Random(f"{seed} grouping")), random.Random(f"{seed} guessing"))
     routers = ("router-0",) if rng.random() < 0.7 else ("router-0", "router-1")
-    brokers = ("broker-0",) if rng.random() < 0.2 and plot is not Plot.OVERLAP else ("broker-0", "broker-1")
+    brokers = ("broker-0",) if rng.random() < 0.2 and plot not in _NEEDS_ANOTHER else ("broker-0", "broker-1")
     return Schedule(
         seed=seed,
         plot=plot,
@@ -197,7 +199,7 @@ def _faults(
     everybody = (*brokers, *routers, *names)
     found = faults_of(plot, rng, workers=names, routers=routers, brokers=brokers)
     least, most = NUM_FAULTS
-    for _ in range(rng.randint(max(0, least - len(found)), most - len(found))):
+    for _ in range(rng.randint(max(0, least - len(found)), max(0, most - len(found)))):
         kind = rng.choice(_BY_CHANCE)
         match kind:
             case FaultKind.CRASH | FaultKind.FREEZE | FaultKind.PARTITION:
