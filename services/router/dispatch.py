@@ -244,10 +244,11 @@ class Canceller:
             self._log.error("cancel_left_out", handoff_id=attempt.handoff_id, reason=reason)
 
     async def _cancel(self, recall: _Recall) -> None:
-        await self._hint(recall)
-        if recall.submission is Submission.NONE:
-            return
         soon, unknown_until = Deadline.after(self._clock, self._timeout_s), None
+        if recall.submission is Submission.NONE:
+            await self._hint_once(recall, soon)
+            return
+        await self._hint(recall)
         latest = max(soon, recall.deadline, key=lambda each: each.at)
         is_late = False
         try:
@@ -291,10 +292,19 @@ class Canceller:
             return None
         return None if was_not_looked_at(answer) else answer
 
-    async def _hint(self, recall: _Recall) -> None:
+    async def _hint_once(self, recall: _Recall, deadline: Deadline) -> None:
+        """Hint, and again while the bus does not take it: no broker will tell the workers."""
+        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+            if await self._hint(recall) or deadline.passed:
+                return
+            await self._clock.sleep(pause_s)
+
+    async def _hint(self, recall: _Recall) -> bool:
+        """Whether the bus has taken it for all workers."""
         data = encode(CancelWork(handoff_id=recall.request.handoff_id))
         for subject in recall.hints:
             try:
                 await self._bus.publish(subject, data)
             except BusError:
-                return
+                return False
+        return True

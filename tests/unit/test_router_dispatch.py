@@ -340,3 +340,26 @@ def test_cancels_that_wait_for_long_give_way_to_new_ones(monkeypatch: pytest.Mon
         assert [line["event"] for line in lines] == ["cancel_not_heard"] * 2
 
     in_bus(scenario)
+
+
+def test_the_hint_about_what_no_broker_knows_waits_for_the_bus() -> None:
+    """The worker that has the prompt learns from nobody else that it is not wanted; once it was told, that is all."""
+
+    async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
+        hinted: list[float] = []
+        log: Any = structlog.get_logger()
+        async with asyncio.TaskGroup() as group:
+            hints = group.create_task(_hints(server, hinted, clock))
+            await clock.sleep(0.0)
+            server.go_down()
+            tasks = BoundedTasks(group, name="cancel", limit=8)
+            canceller = Canceller(server.connect(), clock, log, tasks, timeout_s=30.0)
+            canceller.cancel(attempt(), Submission.NONE, Deadline.after(clock, 600.0), reason="test")
+            await clock.sleep(20.0)
+            assert not hinted
+            server.come_back()
+            await clock.sleep(20.0)
+            assert (len(hinted), tasks.running) == (1, 0)
+            hints.cancel()
+
+    in_bus(scenario)
