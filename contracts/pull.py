@@ -33,7 +33,8 @@ class ShardState(StrEnum):
 class ShardPull(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The pull of what one source rank holds for one destination rank: one shard.
 
-    `started_ns` is decode's monotonic clock when the read began, `duration_ms` how long it took until its end.
+    `started_ns` is decode's monotonic clock when the read began, `duration_ms` how long it took until its end. `is_stale`: it failed
+    because the source has taken its memory back.
     """
 
     source_rank: Whole
@@ -43,6 +44,7 @@ class ShardPull(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     started_ns: Whole = 0
     duration_ms: float = 0.0
     reason: str = ""
+    is_stale: bool = False
 
 
 class RoleMerge(msgspec.Struct, frozen=True, kw_only=True):

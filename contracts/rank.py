@@ -260,11 +260,17 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
 
 
 class PushOutcome(StrEnum):
-    """What is known of a push: it is there; it is not, and nothing moves any more; nobody can tell yet."""
+    """What is known of a push: it is there; it is not, and nothing moves any more; nobody can tell yet.
+
+    Two more of which nothing moves: STALE, whose grant the destination has taken back, and NOT_TRIED, because what was to be pushed
+    before it had failed.
+    """
 
     DONE = "done"
     FAILED_QUIESCED = "failed_quiesced"
     INDETERMINATE = "indeterminate"
+    STALE = "stale"
+    NOT_TRIED = "not_tried"
 
 
 class PartPushed(msgspec.Struct, frozen=True, kw_only=True, tag="part_pushed"):

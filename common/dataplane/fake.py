@@ -205,4 +205,4 @@ def _copy(runs: Sequence[Run], local: memoryview, remote: memoryview, *, to_remo
 
 
 def _failed(reason: str, nbytes: int = 0) -> TransferResult:
-    return TransferResult(outcome=Outcome.FAILED_QUIESCED, nbytes=nbytes, reason=reason)
+    return TransferResult(outcome=Outcome.FAILED_QUIESCED, nbytes=nbytes, reason=reason, is_stale=reason is _STALE)

@@ -56,11 +56,15 @@ class Quiescence(enum.Enum):
 
 
 class TransferResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a transfer, the bytes that are known to have moved, and why it failed ("" when it did not)."""
+    """The outcome of a transfer, the bytes that are known to have moved, and why it failed ("" when it did not).
+
+    `is_stale`: it failed because the memory's owner has taken the grant back, or never gave it. Nothing is wrong with the connection.
+    """
 
     outcome: Outcome
     nbytes: int = 0
     reason: str = ""
+    is_stale: bool = False
 
 
 class WriteGrant(msgspec.Struct, frozen=True, kw_only=True):

@@ -206,4 +206,4 @@ def _memory_of(region: Region) -> RegionMemory:
 
 
 def _failed(reason: str, nbytes: int = 0) -> TransferResult:
-    return TransferResult(outcome=Outcome.FAILED_QUIESCED, nbytes=nbytes, reason=reason)
+    return TransferResult(outcome=Outcome.FAILED_QUIESCED, nbytes=nbytes, reason=reason, is_stale=reason is _STALE)

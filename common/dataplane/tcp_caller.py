@@ -14,7 +14,7 @@ import numpy as np
 from common.dataplane.port import WriteGrant
 from common.dataplane.tcp_channel import Channel, ChannelError, Fault
 from common.dataplane.tcp_pieces import MOST_FEW
-from common.dataplane.tcp_region import STALE, RefusedError, TcpRegion
+from common.dataplane.tcp_region import RefusedError, StaleError, TcpRegion
 from common.dataplane.tcp_segments import vector_into
 from common.dataplane.tcp_vector import Vector
 from common.dataplane.tcp_wire import (
@@ -76,7 +76,8 @@ class Caller:
                 head = self._receive_head()
                 self._transfer(region, head)
         except RefusedError as error:
-            self._channel.say_last(encode_answer(Status.FAILED, 0, str(error)))
+            status = Status.STALE if isinstance(error, StaleError) else Status.FAILED
+            self._channel.say_last(encode_answer(status, 0, str(error)))
             self._channel.drain(DRAIN_BYTES, self._now() + DRAIN_TIMEOUT_S)
         except (ChannelError, WireError):
             pass  # the caller is gone, was told to go, or is not one of ours
@@ -133,12 +134,12 @@ class Caller:
                 self.land(pieces, deadline)
                 nbytes += pieces.nbytes
         except ChannelError as error:
-            stopped = error.fault is Fault.STOPPED
-            raise RefusedError("the grant was revoked or the region closed" if stopped else str(error)) from error
+            text = "the grant was revoked or the region closed" if error.fault is Fault.STOPPED else str(error)
+            raise (RefusedError if landing.cells.all_hold(grant.generation) else StaleError)(text) from error
         finally:
             valid = region.leave(landing)
         if not valid:
-            raise RefusedError(STALE)
+            raise StaleError
         return nbytes
 
     def land(self, pieces: Vector, deadline: float) -> None:
@@ -154,7 +155,7 @@ class Caller:
             self.lend(pieces, deadline)
             nbytes += pieces.nbytes
         if not cells.all_hold(grant.generation):
-            raise RefusedError(STALE)
+            raise StaleError
         return nbytes
 
     def lend(self, pieces: Vector, deadline: float) -> None:

@@ -29,6 +29,13 @@ class RefusedError(Exception):
     """A transfer may not begin, or does not count; the text says why."""
 
 
+class StaleError(RefusedError):
+    """The reason is its grant, which is not, or no longer, the one in its cells."""
+
+    def __init__(self, text: str = STALE) -> None:
+        super().__init__(text)
+
+
 class Stoppable(Protocol):
     """The connection that a write comes in on."""
 
@@ -165,7 +172,7 @@ class TcpRegion:
             raise RefusedError(_CLOSED)
         generation, secret = self._secrets.get(grant.lock_cell, (-1, b""))
         if generation != grant.generation or not cells.all_hold(grant.generation):
-            raise RefusedError(STALE)
+            raise StaleError
         if not hmac.compare_digest(secret, grant.secret):
             raise RefusedError("the grant's secret is not the one that it was opened with")
         if cells.cells is grant.cells:  # prepared just now; kept only for those who were let in

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Final
 
+import msgspec
+
 from common.dataplane.port import Outcome, TransferResult, WriteGrant
 from common.dataplane.shm_memory import RegionMemory
 from common.dataplane.tcp_channel import UNREACHABLE_S, Channel, ChannelError, Fault
@@ -125,7 +127,7 @@ class Transfer:
             return TransferResult(outcome=Outcome.INDETERMINATE, reason=str(after))
         self.reusable = False
         if result.outcome is not Outcome.DONE and error.fault in {Fault.LATE, Fault.STOPPED}:
-            return TransferResult(outcome=result.outcome, nbytes=result.nbytes, reason=str(error))
+            return msgspec.structs.replace(result, reason=str(error))
         return result
 
     def _receive_answer(self, deadline: float) -> Reply:
@@ -140,7 +142,12 @@ class Transfer:
                 raise WireError("the peer says that it moved another number of bytes")
             self.reusable = True
             return TransferResult(outcome=Outcome.DONE, nbytes=reply.nbytes)
-        return TransferResult(outcome=Outcome.FAILED_QUIESCED, nbytes=reply.nbytes, reason=self._reason(reply))
+        return TransferResult(
+            outcome=Outcome.FAILED_QUIESCED,
+            nbytes=reply.nbytes,
+            reason=self._reason(reply),
+            is_stale=reply.status is Status.STALE,
+        )
 
     def _reason(self, reply: Reply) -> str:
         try:

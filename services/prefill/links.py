@@ -150,7 +150,7 @@ class Links:
         self._doubts.moved(connection)
 
     def push_failed(self, connection: Connection, outcome: PushOutcome, reason: str) -> None:
-        """Note, once a handoff, that a push to a peer failed. With reason to doubt the link it is undone, and the peer met again."""
+        """Note, once a handoff and connection, that a push to a peer failed. With reason to doubt the link it is undone, and the peer met again."""
         ref = connection.peer
         peer = self._peers.get(ref.worker_id)
         if peer is None or peer.pair.incarnation != ref.incarnation:

@@ -51,6 +51,8 @@ _REPORT_EVERY_S: Final = 0.005
 _TELL_AFTER_S: Final = 1.0
 _HANDED_OVER: Final = "handed_over"
 _UNLINK_TIMEOUT_S: Final = 5.0
+_NO_DOUBT: Final = frozenset({PushOutcome.STALE, PushOutcome.NOT_TRIED})
+"""Failures that say nothing of the connection: the destination took its memory back, or nothing was sent."""
 
 
 class PrefillService(WorkerService):
@@ -277,7 +279,8 @@ class PrefillService(WorkerService):
                 peer_rank=push.destination_rank,
             )
             if push.outcome is not PushOutcome.DONE:
-                if not prefill.failed:
+                if connection not in prefill.failed_over and push.outcome not in _NO_DOUBT:
+                    prefill.failed_over.add(connection)
                     self.links.push_failed(connection, push.outcome, push.reason)
                 text = f"rank {push.rank} could not push {push.role} of layer {push.layer}: {push.reason}"
                 self._fail(sequence, ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=text))

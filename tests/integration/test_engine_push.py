@@ -69,7 +69,7 @@ async def test_layers_leave_while_later_layers_are_computed(reference: Any, tmp_
 
 
 async def test_a_push_into_memory_that_was_taken_back_fails_and_changes_nothing(reference: Any, tmp_path: Path) -> None:
-    """The grant's generation is gone: every part is reported as failed and quiescent, and the next owner's tokens are right."""
+    """The grant's generation is gone: each rank's first part is reported as stale, the others as not tried, and the next owner's tokens are right."""
     prompt = reference.prompts[1].token_ids
     async with AsyncExitStack() as stack:
         pair = await Pair.make(stack, reference.folder, tmp_path, (2, 1))
@@ -83,7 +83,9 @@ async def test_a_push_into_memory_that_was_taken_back_fails_and_changes_nothing(
         async with asyncio.timeout(30):
             while len({(r.rank, r.role, r.layer, r.destination_rank) for r in pair.reports}) < len(pair.parts):
                 pair.reports.append(await pair.prefill.next_push())
-        assert {report.outcome for report in pair.reports} == {PushOutcome.FAILED_QUIESCED}
+        found = [(report.rank, report.outcome) for report in pair.reports]
+        assert {outcome for _, outcome in found} == {PushOutcome.STALE, PushOutcome.NOT_TRIED}
+        assert {rank for rank, outcome in found if outcome is PushOutcome.STALE} == {0, 1}
         for step in range(1, 12):
             items = (StepItem(seq=7, start=len(prompt) + step - 1, num_tokens=1, sample=True),)
             tokens += (await pair.decode.step(StepPlan(step=step, items=items))).tokens

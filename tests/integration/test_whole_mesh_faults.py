@@ -99,6 +99,38 @@ def test_a_link_of_which_one_connection_is_dead_is_made_anew(monkeypatch: pytest
     run_mesh(scenario, {}, PUSH)
 
 
+def test_pushes_into_memory_that_was_taken_back_cost_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handoffs that decode has given up, as many in a row as they may be: the link is as good as ever."""
+    next_push, unlink = FakeEngine.next_push, FakeEngine.unlink
+    unlinked: list[WorkerRef] = []
+
+    async def late(self: FakeEngine) -> PartPushed:
+        push = await next_push(self)
+        if push.handoff_id == handoff_of(9):
+            return push
+        outcome = PushOutcome.NOT_TRIED if push.layer else PushOutcome.STALE
+        return msgspec.structs.replace(push, outcome=outcome, reason="the generation is another")
+
+    async def noted(self: FakeEngine, peer: WorkerRef) -> None:
+        await unlink(self, peer)
+        unlinked.append(peer)
+
+    monkeypatch.setattr(FakeEngine, "next_push", late)
+    monkeypatch.setattr(FakeEngine, "unlink", noted)
+
+    async def scenario(mesh: Mesh) -> None:
+        for number in range(1, MAX_FAILED_IN_A_ROW + 2):
+            await mesh.serve(number, mixed=False, cancel_after=None)
+            assert (await ended(mesh, number)).state is HandoffState.FAILED
+        await mesh.serve(9, mixed=False, cancel_after=None)
+        assert (await ended(mesh, 9)).state is HandoffState.FINISHED
+        assert unlinked == []
+        await mesh.clock.sleep(SOON_S)
+        mesh.assert_empty()
+
+    run_mesh(scenario, {}, PUSH)
+
+
 def test_a_push_of_which_nobody_knows_the_end_costs_its_link_and_what_is_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode worker that swallows what it is sent: whoever waits for it fails at once, and the pair is linked anew."""
     next_push, unlink = FakeEngine.next_push, FakeEngine.unlink

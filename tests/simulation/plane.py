@@ -223,9 +223,10 @@ class Plane:
         owner = memory.granted(transfer.grant)
         if memory.is_gone or (owner is None and self._checks):
             self.verdicts.saw("transfer_refused")
-            self._tell(
-                transfer, PushOutcome.FAILED_QUIESCED, "the peer is gone" if memory.is_gone else "stale generation"
-            )
+            if memory.is_gone:
+                self._tell(transfer, PushOutcome.FAILED_QUIESCED, "the peer is gone")
+            else:
+                self._tell(transfer, PushOutcome.STALE, "stale generation")
             self._end(transfer)
             return False
         transfer.phase, transfer.owner = Phase.LOCKED, owner

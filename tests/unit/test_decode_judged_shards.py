@@ -14,9 +14,9 @@ LINK = Connection(peer=WorkerRef(worker_id="p", incarnation="i"), own_dp_rank=1,
 FAILED = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message="shard of source rank 1: the peer does not answer")
 
 
-def shard(source_rank: int, state: ShardState, started_ns: int = 5) -> ShardPull:
+def shard(source_rank: int, state: ShardState, started_ns: int = 5, *, is_stale: bool = False) -> ShardPull:
     """One that went to rank 3."""
-    return ShardPull(source_rank=source_rank, destination_rank=3, state=state, started_ns=started_ns)
+    return ShardPull(source_rank=source_rank, destination_rank=3, state=state, started_ns=started_ns, is_stale=is_stale)
 
 
 def over(source_rank: int) -> Connection:
@@ -42,8 +42,10 @@ def test_a_transfer_that_failed_without_a_shard_is_the_links_failure() -> None:
 
 
 def test_a_pull_that_somebody_ended_is_no_failure() -> None:
-    """A request that was released, or that a merge failed for, says nothing against a connection."""
+    """A request that was released, here or at its source, or that a merge failed for, says nothing against a connection."""
     cancelled = ErrorInfo(code=ErrorCode.CANCELLED, message="sequence 1 was released")
     shards = (shard(0, ShardState.DONE), shard(1, ShardState.FAILED))
     assert judge_shards(LINK, shards, cancelled) == Judged(moved=(over(0),), failed=())
+    taken_back = (shard(0, ShardState.DONE), shard(1, ShardState.FAILED, is_stale=True))
+    assert judge_shards(LINK, taken_back, FAILED) == Judged(moved=(over(0),), failed=())
     assert judge_shards(LINK, shards[:1], FAILED) == Judged(moved=(over(0),), failed=())

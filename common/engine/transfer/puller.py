@@ -220,6 +220,7 @@ class Puller:
             started_ns=began_ns,
             duration_ms=(self._clock.monotonic_ns() - began_ns) / 1e6,
             reason=result.reason,
+            is_stale=result.is_stale,
         )
         self._report(pull, ended, pulled_parts(shard, pull.target) if is_done else ())
 

@@ -58,8 +58,7 @@ class PushLane:
     """A bounded queue of tasks for one worker and the thread that works it off. Reports go to `emit`, from that thread.
 
     What is queued of one sequence is written at once, with one transfer to each destination rank, and reported part by part.
-    Nothing waits for a batch to fill. After a part of a sequence has failed, the rest of the sequence is reported as failed
-    without being tried. When the queue is full, `submit` waits: the computation must not run further ahead.
+    Nothing waits for a batch to fill. After a part of a sequence has failed, the rest of the sequence is reported as NOT_TRIED. When the queue is full, `submit` waits: the computation must not run further ahead.
     """
 
     def __init__(
@@ -233,9 +232,11 @@ class PushLane:
         if failed is None:
             deadline = self._clock.monotonic() + WRITE_TIMEOUT_S
             result = write_parts(task.peer, dst_rank, task.grant, parts, self._region, self._faults, deadline)
+            outcome = PushOutcome.STALE if result.is_stale else _OUTCOMES[result.outcome]
             self._wait_until(self._shaper.over_at(self._rank, dst_rank, result.nbytes, began))
         else:
             result = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"an earlier part failed: {failed}")
+            outcome = PushOutcome.NOT_TRIED
         took_ns = self._clock.monotonic_ns() - began_ns
         if failed is None and result.outcome is not Outcome.DONE:
             with self._changed:
@@ -264,7 +265,7 @@ class PushLane:
                         queued_ns=each.queued_ns,
                         started_ns=started_ns,
                         done_ns=began_ns + took_ns * before // total,
-                        outcome=_OUTCOMES[result.outcome],
+                        outcome=outcome,
                         reason=result.reason,
                     )
                 )

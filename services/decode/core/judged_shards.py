@@ -21,7 +21,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 def judge_shards(link: Connection, shards: Iterable[ShardPull], error: ErrorInfo | None) -> Judged:
     """Judge a pull over `link`, that of the two replicas, by its shards and by the `error` that it ended with.
 
-    A shard that never began says nothing of its connection. A transfer that failed without a shard, as when the ranks know of no link,
+    A shard that never began, or whose source took its memory back, says nothing of its connection. A transfer that failed without a shard, as when the ranks know of no link,
     is a failure of the link as a whole.
     """
     found = tuple(shards)
@@ -30,8 +30,12 @@ def judge_shards(link: Connection, shards: Iterable[ShardPull], error: ErrorInfo
         return Judged(moved=(link, *arrived), failed=())
     if error.code is not ErrorCode.TRANSFER_FAILED:
         return Judged(moved=arrived, failed=())
-    failed = tuple(_over(link, shard) for shard in found if shard.state is ShardState.FAILED and shard.started_ns)
+    failed = tuple(_over(link, shard) for shard in found if _was_lost(shard))
     return Judged(moved=arrived, failed=failed if found else (link,))
+
+
+def _was_lost(shard: ShardPull) -> bool:
+    return shard.state is ShardState.FAILED and shard.started_ns > 0 and not shard.is_stale
 
 
 def _over(link: Connection, shard: ShardPull) -> Connection:

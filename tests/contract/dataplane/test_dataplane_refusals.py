@@ -63,11 +63,15 @@ BAD_GRANTS = {
 
 @pytest.mark.parametrize("change", BAD_GRANTS.values(), ids=BAD_GRANTS.keys())
 def test_a_grant_that_is_not_current_is_refused(bench: Bench, change: dict[str, object]) -> None:
-    """A stale, forged or damaged grant writes nothing, reads nothing, and is FAILED_QUIESCED with a reason."""
+    """A stale, forged or damaged grant writes nothing, reads nothing, and is FAILED_QUIESCED with a reason.
+
+    A grant that could be good, and is not the one in its cells, is told from one that is none.
+    """
     grant = msgspec.structs.replace(GRANT, **change)
     before = bytes(bench.source.data)
     for result in (bench.write([GOOD], grant), bench.remote.read([GOOD], bench.source, grant, soon())):
         assert (result.outcome, result.nbytes, bool(result.reason)) == (Outcome.FAILED_QUIESCED, 0, True)
+        assert result.is_stale == ("generation" in change or change == {"cells": (1, 3, 60)})
     assert bench.untouched()
     assert bytes(bench.source.data) == before
 
@@ -75,7 +79,7 @@ def test_a_grant_that_is_not_current_is_refused(bench: Bench, change: dict[str, 
 def test_a_passed_deadline_writes_nothing(bench: Bench) -> None:
     """A transfer whose deadline has passed is refused."""
     result = bench.remote.write([GOOD], bench.source, GRANT, NOW() - 1)
-    assert result.outcome is Outcome.FAILED_QUIESCED
+    assert (result.outcome, result.is_stale) == (Outcome.FAILED_QUIESCED, False)
     assert bench.untouched()
 
 

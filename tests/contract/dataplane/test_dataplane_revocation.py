@@ -14,9 +14,10 @@ from tests.contract.dataplane.bench import GOOD, GRANT, LENGTH, NOW, NUM_CELLS, 
 
 
 def test_revocation_refuses_later_writes(bench: Bench) -> None:
-    """After YES the grant is dead for good, and a new grant of the same cells works."""
+    """After YES the grant is dead for good, which is told from other failures, and a new grant of the same cells works."""
     assert bench.target.revoke(GRANT.cells, GRANT.lock_cell, 8, soon()) is Quiescence.YES
-    assert bench.write([GOOD]).outcome is Outcome.FAILED_QUIESCED
+    late = bench.write([GOOD])
+    assert (late.outcome, late.is_stale) == (Outcome.FAILED_QUIESCED, True)
     assert bench.untouched()
     assert [bench.target.generation(cell) for cell in (1, 2, 60, 3)] == [8, 8, 8, 0]
     renewed = msgspec.structs.replace(GRANT, generation=9, secret=bytes(16))
@@ -31,7 +32,8 @@ def test_revocation_waits_for_a_writer_in_flight(bench: Bench) -> None:
     revoking = bench.pool.submit(bench.target.revoke, GRANT.cells, GRANT.lock_cell, 8, soon())
     assert not revoking.done()
     hold.gate.set()
-    assert writing.result(PATIENCE_S).outcome is Outcome.FAILED_QUIESCED
+    ended = writing.result(PATIENCE_S)
+    assert (ended.outcome, ended.is_stale) == (Outcome.FAILED_QUIESCED, True)
     assert revoking.result(PATIENCE_S) is Quiescence.YES
 
 
@@ -106,6 +108,7 @@ def test_a_read_that_was_overtaken_does_not_count(bench: Bench) -> None:
     hold.gate.set()
     result = reading.result(PATIENCE_S)
     assert (result.outcome, "generation" in result.reason) == (Outcome.FAILED_QUIESCED, True)
+    assert result.is_stale
 
 
 def test_generations_only_rise(bench: Bench) -> None:
