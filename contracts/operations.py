@@ -169,6 +169,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _broker_call(
         BrokerVerb.OUTCOME,
         Service.ROUTER,
+        *_COMPUTING,
         message=requests.ReplayTokens,
         answers=(requests.TokenFrame, requests.Accepted, requests.Refused),
     ),

@@ -166,8 +166,8 @@ class ReplayTokens(Versioned, frozen=True, kw_only=True, tag="replay_tokens", om
 
     A worker (verb `replay`) answers with one frame of what it has told so far, maybe of nothing; it knows a stream until its
     deadline, also after its end. The broker (verb `outcome`) answers with the end of a handoff that is over, or with `Accepted`
-    while it is not. Both refuse a handoff that they do not know. With `ended` the router has the end and will not ask again: what
-    was kept for it goes.
+    while it is not; a worker asks it, too, about a prompt that nobody has asked to run. Both refuse a handoff that they do not know.
+    With `ended` the router has the end and will not ask again: what was kept for it goes.
     """
 
     handoff_id: Token

@@ -1,4 +1,4 @@
-"""How a worker tells the broker what happened: the same message again until it is heard, or the deadline passes."""
+"""How a worker tells the broker what happened, the same message again until it is heard, and asks it what became of a handoff."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from common.runtime.clock import Clock, Deadline
 from common.runtime.pauses import pauses
 from contracts import subjects
 from contracts.codec import decode, encode
-from contracts.errors import ErrorCode, PdmeshError
+from contracts.errors import CodecError, ErrorCode, PdmeshError
 from contracts.handoff import PrefillFinished, RequestEnded, TakenOver
 from contracts.pull import PullEnded
-from contracts.requests import Accepted, Answer, Refused
+from contracts.requests import Accepted, Answer, Refused, ReplayAnswer, ReplayTokens, TokenFrame
 from contracts.subjects import BrokerVerb
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
-_ASK_S: Final = 2.0
+ASK_S: Final = 2.0
+"""How long the broker is given to answer once."""
 
 Report = PrefillFinished | PullEnded | TakenOver | RequestEnded
 
@@ -31,7 +32,7 @@ _VERBS: Final[dict[type[Report], BrokerVerb]] = {
 
 
 class BrokerClient:
-    """Delivers reports to the broker. Sending the same one again is safe: the broker answers from its record."""
+    """Delivers reports to the broker, and asks it. Sending the same report again is safe: the broker answers from its record."""
 
     def __init__(self, bus: Bus, clock: Clock) -> None:
         self._bus = bus
@@ -47,7 +48,7 @@ class BrokerClient:
         data = encode(report)
         while not deadline.passed:
             try:
-                reply = await self._bus.request(subject, data, timeout=min(_ASK_S, deadline.remaining))
+                reply = await self._bus.request(subject, data, timeout=min(ASK_S, deadline.remaining))
                 answer: Accepted | Refused = decode(reply.data, Answer)  # type: ignore[arg-type]  # a union is not a type
             except BusError:
                 pass
@@ -56,3 +57,13 @@ class BrokerClient:
                     return answer
             await self._clock.sleep(min(next(waits), deadline.remaining))
         raise PdmeshError(f"the broker did not answer {type(report).__name__}", code=ErrorCode.DEADLINE_EXCEEDED)
+
+    async def outcome_of(self, handoff_id: str) -> TokenFrame | Accepted | Refused | None:
+        """Ask once what became of a handoff: its end, `Accepted` while it is under way, or a refusal. None without an answer in time."""
+        asked = encode(ReplayTokens(handoff_id=handoff_id, index=0))
+        try:
+            reply = await self._bus.request(subjects.broker_rpc(BrokerVerb.OUTCOME), asked, timeout=ASK_S)
+            answer: TokenFrame | Accepted | Refused = decode(reply.data, ReplayAnswer)  # type: ignore[arg-type]  # a union is not a type
+        except (BusError, CodecError):
+            return None
+        return answer

@@ -43,6 +43,7 @@ from common.worker.router_watch import RouterWatch
 from common.worker.settings import WorkerSettings
 from common.worker.shared_calls import SharedCalls
 from common.worker.token_stream import TokenStream
+from common.worker.unclaimed_prompts import UnclaimedPrompts
 from common.worker.work_metrics import WorkMetrics
 from contracts.codec import decode
 from contracts.errors import ErrorCode, ErrorInfo
@@ -57,7 +58,8 @@ from contracts.workers import (
     WorkerState,
 )
 
-_SWEEP_EVERY_S: Final = 1.0
+SWEEP_EVERY_S: Final = 1.0
+"""How often a worker looks at what its time takes away."""
 _MAX_REPORTS: Final = 4096
 _REPEAT_WAITS_S: Final = 2.0
 """How long a repeated release waits for the first one, which may take as long as a rank stands still: repeats must not pile up."""
@@ -118,6 +120,16 @@ class WorkerService(ABC):
         self.tokens = TokenStream(parts.bus, parts.clock)
         self._replay = Replay(self.tokens, self.table)
         self.broker = BrokerClient(parts.bus, parts.clock)
+        self._unclaimed = UnclaimedPrompts(
+            self.broker,
+            self.prompts,
+            self.table,
+            parts.clock,
+            parts.log,
+            metrics=parts.metrics,
+            group=parts.group,
+            end=lambda handoff_id, tombstone: self.end(handoff_id, tombstone=tombstone),
+        )
         self.events = HandoffEvents(parts.bus, parts.clock, service=self.role, instance=settings.worker_id)
         self.reports = BoundedTasks(parts.group, name="report", limit=_MAX_REPORTS, on_error=self._report_failed)
         self._ends = BoundedTasks(parts.group, name="expired", limit=_MAX_REPORTS)
@@ -364,14 +376,15 @@ class WorkerService(ABC):
                     await self.end(cancel.handoff_id, tombstone=grace)
 
     async def run_sweeps(self) -> None:
-        """Once a second: end what is past its deadline and its grace, expire what is remembered, look at quarantine.
+        """Once a second: end what is past its deadline and its grace, expire what is remembered, look at unclaimed prompts and quarantine.
 
-        It waits for no engine: one that does not answer must not cost the other replicas anything.
+        It waits for no engine and no broker: one that does not answer must not cost the other replicas anything.
         """
         while True:
-            await self.clock.sleep(_SWEEP_EVERY_S)
+            await self.clock.sleep(SWEEP_EVERY_S)
             now = self.clock.monotonic()
             self.prompts.expire(now)
+            self._unclaimed.look()
             self.table.expire(now, but=self._ending)
             self.tokens.expire(now)
             for handoff_id, deadline in tuple(self._deadlines.items()):

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from common.bus.memory import MemoryBus, MemoryServer
-from common.bus.port import Subscription
+from common.bus.port import Message, Subscription
 from common.bus.storage import LINKS_CONFIG
 from common.engine.fake.engine import FakeEngine
 from common.engine.fake.tokens import fake_token
@@ -50,6 +50,7 @@ from contracts.requests import (
     Accepted,
     PromptFrame,
     Refused,
+    ReplayTokens,
     SamplingParams,
     TokenFrame,
     WorkerRef,
@@ -128,6 +129,10 @@ class Mesh:
         self.log_levels: list[str] = []
         self.prompts: dict[str, tuple[int, ...]] = {}
         """The prompts of handoffs; `PROMPT` is that of every other."""
+        self.outcomes: dict[str, msgspec.Struct | None] = {}
+        """What the broker answers of handoffs, None for nothing; every other is under way."""
+        self.questions: list[Message] = []
+        """How often the broker was asked for that."""
 
     def prompt(self, handoff: str) -> tuple[tuple[int, ...], bytes]:
         """Token ids of a handoff's prompt, and as they are sent."""
@@ -157,6 +162,13 @@ class Mesh:
             BrokerVerb.ENDED: RequestEnded,
         }
         async for message in subscription:
+            if subjects.verb_of(message.subject) == BrokerVerb.OUTCOME:
+                self.questions.append(message)
+                handoff = decode(message.data, ReplayTokens).handoff_id
+                outcome = self.outcomes.get(handoff, Accepted(handoff_id=handoff))
+                if outcome is not None:
+                    await message.respond(encode(outcome))
+                continue
             report = decode(message.data, kinds[subjects.verb_of(message.subject)])
             self.heard.put_nowait(report)
             await message.respond(encode(Accepted(handoff_id=report.handoff_id)))
@@ -234,7 +246,7 @@ class Mesh:
         while (link := await self.link()) is None or link.state is not LinkState.LINKED:
             await self.clock.sleep(0.1)
 
-    async def send_prompt(self, role: str, worker_id: str, handoff: str = HANDOFF) -> None:
+    async def send_prompt(self, role: str, worker_id: str, handoff: str = HANDOFF, *, timeout_ms: int = 60_000) -> None:
         """Send the prompt as the router does."""
         ids, data = self.prompt(handoff)
         frame = PromptFrame(
@@ -243,7 +255,7 @@ class Mesh:
             num_frames=1,
             num_prompt_tokens=len(ids),
             prompt_hash=hashlib.sha256(data).hexdigest(),
-            timeout_ms=60_000,
+            timeout_ms=timeout_ms,
             ids_b64=base64.b64encode(data).decode(),
         )
         assert await self.ask(role, worker_id, WorkerVerb.PROMPT, frame) == Accepted(handoff_id=handoff)

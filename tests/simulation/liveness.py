@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from common.bus.storage import WORKER_TTL_S
+from common.worker.broker_client import ASK_S as WORKER_ASK_S
+from common.worker.core.unclaimed import UNCLAIMED_S
+from common.worker.service import SWEEP_EVERY_S
 from services.prefill.core.pair import LONGEST_PAUSE_S
 from services.prefill.meeting import MEETING_S
 from services.router.core.patience import LONGEST_S
@@ -34,6 +37,9 @@ HELD_S: Final = 3 * WORKER_TTL_S + RELEASE_TIMEOUT_S
 A worker or router is taken for gone as above; a release is asked for until its time is over, and once more at the next sign of life.
 """
 
+PROMPT_HELD_S: Final = HELD_S + UNCLAIMED_S + SWEEP_EVERY_S + WORKER_ASK_S
+"""How long a prompt may be held that nobody will ask to run: as long as its handoff, and then until it is asked about once more."""
+
 _LOOK_S: Final = 0.25
 
 
@@ -49,8 +55,7 @@ class Liveness:
         self._faults = faults
         self._clients = clients
         self._well_since = 0.0
-        self._over_since = math.inf
-        self._told = False
+        self._rests = (Rest(mesh, HELD_S, prompts=False), Rest(mesh, PROMPT_HELD_S, prompts=True))
 
     def look(self) -> None:
         """Judge every stream that is open."""
@@ -68,12 +73,28 @@ class Liveness:
 
     def look_over(self) -> None:
         """Judge what is still held when every request has ended."""
+        for rest in self._rests:
+            rest.look()
+
+
+class Rest:
+    """Whether what is held goes in `bound_s` once every request has ended, with or without the `prompts` that nobody has asked to run."""
+
+    def __init__(self, mesh: SimulatedMesh, bound_s: float, *, prompts: bool) -> None:
+        self._mesh = mesh
+        self._bound_s = bound_s
+        self._prompts = prompts
+        self._since = math.inf
+        self._told = False
+
+    def look(self) -> None:
+        """Judge it, once."""
         now = self._mesh.clock.monotonic()
-        unrest = self._mesh.unrest(prompts=False)
-        if not unrest or self._over_since > now or not self._mesh.is_well:
-            self._over_since = now
-        held_s = now - self._over_since
-        if held_s > HELD_S and not self._told:
+        unrest = self._mesh.unrest(prompts=self._prompts)
+        if not unrest or self._since > now or not self._mesh.is_well:
+            self._since = now
+        held_s = now - self._since
+        if held_s > self._bound_s and not self._told:
             self._told = True
             self._mesh.verdicts.broken("liveness", f"all requests have ended, and for {held_s:.1f} s: {unrest}")
 

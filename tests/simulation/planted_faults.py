@@ -19,6 +19,7 @@ from common.worker.core.scheduler import Scheduler
 from common.worker.core.sequence import Sequence
 from common.worker.core.table import HandoffTable
 from common.worker.service import WorkerService
+from common.worker.unclaimed_prompts import UnclaimedPrompts
 from contracts.codec import decode
 from contracts.handoff import Released, ReleaseHandoff
 from contracts.rank import StepPlan
@@ -158,6 +159,11 @@ def forget_releases(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerService, "_release_asked", release_asked)
 
 
+def keep_prompts(patch: pytest.MonkeyPatch) -> None:
+    """A worker asks nobody about prompts that lie and lie."""
+    patch.setattr(UnclaimedPrompts, "look", lambda _prompts: None)
+
+
 def never_meet_again(patch: pytest.MonkeyPatch) -> None:
     """A prefill worker that could not link a pair does not try again."""
     patch.setattr(pair_step, "pause_s", lambda _num_failures: math.inf)
@@ -175,6 +181,7 @@ PLANTS: dict[str, tuple[Plant, str]] = {
     "guess without a cache": (guess_without_a_cache, "I3"),
     "hold for ever": (hold_for_ever, "liveness"),
     "forget releases": (forget_releases, "liveness"),
+    "keep prompts": (keep_prompts, "liveness"),
     "never meet again": (never_meet_again, "liveness"),
 }
 """Each fault, and the invariant that it breaks."""

@@ -245,7 +245,7 @@ class SimulatedMesh:
     def unrest(self, *, prompts: bool = True) -> str:
         """Who still holds or does something; "" once everything is as it was in the beginning.
 
-        Without `prompts`, those do not count that nobody has asked to run: each waits for that until its deadline.
+        Without `prompts`, those do not count that nobody has asked to run: each waits for a while before its worker asks what became of it.
         """
         leaders = [seat.leadership.broker for seat in self.seats.values() if seat.leadership is not None]
         brokers = [broker for broker in leaders if broker is not None]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import heapq
 import sys
 from array import array
 from dataclasses import dataclass, field
 from typing import Final
 
+from common.worker.core.unclaimed import UNCLAIMED_S, Unclaimed
 from contracts.errors import ErrorCode, InvalidValueError, PdmeshError
 from contracts.requests import PromptFrame
 
@@ -22,13 +24,16 @@ class _Partial:
     num_prompt_tokens: int
     prompt_hash: str
     deadline: float
+    heard_at: float
+    ask_at: float
     frames: dict[int, bytes] = field(default_factory=dict)
 
 
 class PromptBuffer:
     """Prompts that have not been asked to run yet, at most `max_tokens` of them in all.
 
-    Over that bound a frame is refused with OVERLOADED; prompts that nobody ran by their deadline are dropped.
+    Over that bound a frame is refused with OVERLOADED; prompts that nobody ran by their deadline are dropped, and what lies here for a
+    while is to be asked about.
     """
 
     def __init__(self, *, max_tokens: int, vocab_size: int) -> None:
@@ -69,6 +74,7 @@ class PromptBuffer:
                 rule=f"{_ID_BYTES} bytes for each of num_prompt_tokens",
             )
         partial.frames.setdefault(frame.index, data)
+        partial.heard_at, partial.ask_at = now, now + UNCLAIMED_S
 
     def take(self, handoff_id: str, prompt_hash: str) -> tuple[int, ...]:
         """Remove a prompt and return its ids. Raises when it is incomplete, or not what its length and hash say."""
@@ -103,6 +109,24 @@ class PromptBuffer:
         for handoff_id in [key for key, partial in self._prompts.items() if partial.deadline <= now]:
             self.drop(handoff_id)
 
+    def take_unclaimed(self, now: float, *, limit: int) -> tuple[Unclaimed, ...]:
+        """The prompts to be asked about now, at most `limit`: those that have been due for longest come first.
+
+        A prompt is due `UNCLAIMED_S` behind the last frame that came of it, and again as long after each time that it was taken here.
+        """
+        due = [(partial.ask_at, handoff_id) for handoff_id, partial in self._prompts.items() if partial.ask_at <= now]
+        taken = []
+        for _, handoff_id in heapq.nsmallest(limit, due):
+            partial = self._prompts[handoff_id]
+            partial.ask_at = now + UNCLAIMED_S
+            taken.append(Unclaimed(handoff_id=handoff_id, heard_at=partial.heard_at, deadline=partial.deadline))
+        return tuple(taken)
+
+    def is_still(self, unclaimed: Unclaimed) -> bool:
+        """Whether that prompt is here, and nothing more has come of it."""
+        partial = self._prompts.get(unclaimed.handoff_id)
+        return partial is not None and partial.heard_at == unclaimed.heard_at
+
     def _open(self, frame: PromptFrame, now: float) -> _Partial:
         if not 1 <= frame.num_frames <= frame.num_prompt_tokens:
             raise InvalidValueError(
@@ -120,6 +144,8 @@ class PromptBuffer:
             num_prompt_tokens=frame.num_prompt_tokens,
             prompt_hash=frame.prompt_hash,
             deadline=now + frame.timeout_ms / 1000,
+            heard_at=now,
+            ask_at=now + UNCLAIMED_S,
         )
         self._prompts[frame.handoff_id] = partial
         self._num_tokens += frame.num_prompt_tokens
