@@ -9,11 +9,11 @@ import msgspec
 
 from common.bus.errors import BusError, NoResponders, PayloadTooLarge
 from common.bus.port import Bus
+from common.bus.rpc import was_not_looked_at
 from common.runtime.clock import Clock, Deadline
 from common.runtime.pauses import pauses
 from contracts.codec import decode, encode
 from contracts.errors import ErrorCode, PdmeshError
-from contracts.requests import Refused
 
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 1.0
@@ -72,7 +72,7 @@ class Calls:
                 lost = None
                 reason = error.message
             else:
-                if not (patient and isinstance(answer, Refused) and answer.error.code is ErrorCode.OVERLOADED):
+                if not (patient and was_not_looked_at(answer)):
                     return answer
                 reason = answer.error.message
             if not wanted():

@@ -25,12 +25,13 @@ from contracts.routers import RouterRecord
 from services.router.account import accounting_middleware
 from services.router.admission import Admission
 from services.router.body_reader import BodyReader
+from services.router.canceller import Canceller
 from services.router.completing import Completer
 from services.router.core.placement import Loads
 from services.router.core.retry import RetryPolicy
 from services.router.core.retry_after import Throughput
 from services.router.core.retry_budget import RetryBudget
-from services.router.dispatch import Canceller, Dispatcher
+from services.router.dispatch import Dispatcher
 from services.router.endpoints import Endpoints
 from services.router.fleet import Fleet
 from services.router.generation import Generator

@@ -13,6 +13,7 @@ from common.runtime.trace import current_trace, next_hop, within
 from contracts import ids
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.requests import FinishReason, WorkerRef
+from services.router.canceller import Canceller
 from services.router.core.course import Course
 from services.router.core.placement import Loads, Placing, place, workers_of
 from services.router.core.retry import RetryPolicy, is_free, may_take_reserve
@@ -20,7 +21,7 @@ from services.router.core.retry_budget import RetryBudget
 from services.router.core.text_stream import TextPiece, TextStream
 from services.router.core.token_order import TokenOrder
 from services.router.core.vocabulary import Vocabulary
-from services.router.dispatch import Attempt, Canceller, Dispatcher, Job, NotTakenError, Submission
+from services.router.dispatch import Attempt, Dispatcher, Job, NotTakenError, Submission
 from services.router.fleet import Fleet
 from services.router.interruption import Interruptible, SlowReaderError
 from services.router.metrics import RouterMetrics

@@ -21,13 +21,14 @@ from contracts.codec import encode
 from contracts.errors import PdmeshError
 from contracts.requests import FinishReason, SamplingParams
 from contracts.routers import RouterRecord
+from services.router.canceller import Canceller
 from services.router.core.placement import Loads, candidates
 from services.router.core.prompt_frames import pack_ids, prompt_hash
 from services.router.core.remainder import Remainder
 from services.router.core.retry import RetryPolicy
 from services.router.core.retry_budget import RetryBudget
 from services.router.core.vocabulary import Vocabulary
-from services.router.dispatch import Canceller, Dispatcher, Job
+from services.router.dispatch import Dispatcher, Job
 from services.router.fleet import Fleet
 from services.router.generation import Generator, Progress
 from services.router.interruption import Interruptible

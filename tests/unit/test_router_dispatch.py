@@ -30,9 +30,10 @@ from contracts.requests import (
 )
 from contracts.subjects import BrokerVerb
 from services.router import dispatch
+from services.router.canceller import Canceller
 from services.router.core.prompt_frames import pack_ids, prompt_hash
 from services.router.core.remainder import Remainder
-from services.router.dispatch import Attempt, Canceller, Dispatcher, Job, NotTakenError, Submission
+from services.router.dispatch import Attempt, Dispatcher, Job, NotTakenError, Submission
 
 PATIENCE_S = 12.0
 PACKED = pack_ids([1, 2, 3])

@@ -17,6 +17,7 @@ from contracts.errors import ErrorCode, PdmeshError
 from contracts.requests import FinishReason, MixedRoute, SamplingParams, TokenFrame, WorkerRef
 from services.router import app
 from services.router.admission import Admission
+from services.router.canceller import MAX_LATE_CANCELS, Canceller
 from services.router.connection import SEND_BUFFER_BYTES, WRITE_BUFFER_BYTES
 from services.router.core.prompt_frames import pack_ids, prompt_hash
 from services.router.core.remainder import Remainder, end_of, remainder
@@ -24,7 +25,7 @@ from services.router.core.retry import may_take_reserve
 from services.router.core.retry_after import MAX_ENDS, WINDOW_S, Throughput, seconds_until_room
 from services.router.core.retry_budget import RetryBudget
 from services.router.core.token_order import MAX_WAITING_FRAMES, TokenOrder
-from services.router.dispatch import MAX_LATE_CANCELS, Attempt, Canceller, Job, Submission
+from services.router.dispatch import Attempt, Job, Submission
 from services.router.metrics import RouterMetrics
 from services.router.settings import RouterSettings
 from services.router.token_inbox import Mailbox
