@@ -29,7 +29,6 @@ from contracts.requests import (
     WorkerRef,
 )
 from contracts.subjects import BrokerVerb
-from services.router import dispatch
 from services.router.canceller import Canceller
 from services.router.core.prompt_frames import pack_ids, prompt_hash
 from services.router.core.remainder import Remainder
@@ -323,7 +322,7 @@ def test_a_cancel_goes_on_until_the_deadline_of_its_request(
 
 def test_cancels_that_wait_for_long_give_way_to_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only so many go on behind their first time: the room for those of clients that leave now is not theirs."""
-    monkeypatch.setattr(dispatch, "MAX_LATE_CANCELS", 3)
+    monkeypatch.setattr("services.router.canceller.MAX_LATE_CANCELS", 3)
 
     async def scenario(server: MemoryServer, clock: VirtualClock) -> None:
         log: Any = structlog.get_logger()
