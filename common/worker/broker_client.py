@@ -6,6 +6,7 @@ from typing import Final
 
 from common.bus.errors import BusError
 from common.bus.port import Bus
+from common.bus.rpc import was_not_looked_at
 from common.runtime.clock import Clock, Deadline
 from common.runtime.pauses import pauses
 from contracts import subjects
@@ -53,7 +54,7 @@ class BrokerClient:
             except BusError:
                 pass
             else:
-                if not isinstance(answer, Refused) or answer.error.code is not ErrorCode.OVERLOADED:
+                if not was_not_looked_at(answer):
                     return answer
             await self._clock.sleep(min(next(waits), deadline.remaining))
         raise PdmeshError(f"the broker did not answer {type(report).__name__}", code=ErrorCode.DEADLINE_EXCEEDED)
