@@ -27,13 +27,18 @@ CacheKey = tuple[Namespace, Role, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One replica of a linked worker. `templates` are all that this rank owes, `parts` the same for a layer's cache; regions are by destination rank."""
+    """One replica of a linked worker. `templates` are all that this rank owes, `parts` the same for a layer's cache; regions are by destination rank.
+
+    `lost` says of which write to it nobody knows the end: nothing more is written over this link, which its worker undoes. At most one
+    thread writes to a peer.
+    """
 
     templates: tuple[CopyTemplate, ...]
     parts: dict[CacheKey, tuple[PartCopies, ...]]
     regions: dict[int, RemoteRegion]
     num_blocks: int
     num_slots: int
+    lost: list[str] = field(default_factory=list)
 
     def close(self) -> None:
         """Let go of the replica's regions."""

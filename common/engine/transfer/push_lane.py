@@ -58,7 +58,8 @@ class PushLane:
     """A bounded queue of tasks for one worker and the thread that works it off. Reports go to `emit`, from that thread.
 
     What is queued of one sequence is written at once, with one transfer to each destination rank, and reported part by part.
-    Nothing waits for a batch to fill. After a part of a sequence has failed, the rest of the sequence is reported as NOT_TRIED. When the queue is full, `submit` waits: the computation must not run further ahead.
+    Nothing waits for a batch to fill. After a part of a sequence has failed, the rest of the sequence is reported as NOT_TRIED; after
+    a write without a known end, everything that is queued to the same `Peer` has failed. When the queue is full, `submit` waits: the computation must not run further ahead.
     """
 
     def __init__(
@@ -229,7 +230,12 @@ class PushLane:
         began, began_ns = self._clock.monotonic(), self._clock.monotonic_ns()
         with self._changed:
             failed = self._failed.get(task.seq)
-        if failed is None:
+        if failed is None and task.peer.lost:
+            # Its worker stands still, as far as anybody can tell: whoever is queued would wait for it as long again.
+            reason = f"an earlier write to the same peer has no end: {task.peer.lost[0]}"
+            result = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=reason)
+            outcome = PushOutcome.FAILED_QUIESCED
+        elif failed is None:
             deadline = self._clock.monotonic() + WRITE_TIMEOUT_S
             result = write_parts(task.peer, dst_rank, task.grant, parts, self._region, self._faults, deadline)
             outcome = PushOutcome.STALE if result.is_stale else _OUTCOMES[result.outcome]
@@ -241,6 +247,8 @@ class PushLane:
         if failed is None and result.outcome is not Outcome.DONE:
             with self._changed:
                 self._failed.setdefault(task.seq, result.reason or result.outcome.value)
+            if result.outcome is Outcome.INDETERMINATE:
+                task.peer.lost.append(result.reason or result.outcome.value)
         total = sum(part.num_bytes for part in parts) or 1
         before = 0
         for each, part in items:
