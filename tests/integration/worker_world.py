@@ -132,7 +132,7 @@ class Mesh:
         self.outcomes: dict[str, msgspec.Struct | None] = {}
         """What the broker answers of handoffs, None for nothing; every other is under way."""
         self.questions: list[Message] = []
-        """How often the broker was asked for that."""
+        """The questions for that, in the order in which the broker got them."""
 
     def prompt(self, handoff: str) -> tuple[tuple[int, ...], bytes]:
         """Token ids of a handoff's prompt, and as they are sent."""
