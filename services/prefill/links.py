@@ -19,13 +19,12 @@ from common.runtime.lifecycle import Log
 from common.runtime.metrics import Metrics
 from common.runtime.offload import Offload
 from common.runtime.tasks import BoundedTasks
-from common.worker.core.doubts import Connection, Doubts
 from common.worker.last_look import take_gone
 from common.worker.replica_set import ReplicaSet
 from contracts import subjects
 from contracts.errors import ErrorCode, PdmeshError
 from contracts.links import LinkRecord, LinkState
-from contracts.rank import PushOutcome
+from contracts.rank import PartPushed
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerRecord, WorkerRole, WorkerState
 from services.prefill.core.pair import Pair, Phase, Refusal
@@ -47,6 +46,7 @@ from services.prefill.core.pair_events import (
     TryFailed,
 )
 from services.prefill.core.pair_step import step
+from services.prefill.core.transfers import Transfers
 from services.prefill.link_observer import LinkObserver
 from services.prefill.link_table import LinkTable
 from services.prefill.meeting import Meetings, MetPeer
@@ -109,8 +109,7 @@ class Links:
         self._heard: HeardTable[WorkerRecord] = HeardTable(ttl_s=ttl_on(ports.bus, WORKER_TTL_S))
         self._reconnects = ports.bus.reconnects
         self._peers: dict[str, _Peer] = {}
-        self._transfers: dict[str, WorkerRef] = {}
-        self._doubts = Doubts()
+        self._transfers = Transfers()
         self._is_closed = False
         self._changed = asyncio.Event()
 
@@ -135,28 +134,25 @@ class Links:
         start = f"{peer.pair.phase} {peer.pair.incarnation}".strip()
         return start if refusal is None else f"{start}: {refusal.reason}"
 
-    def transfer_begins(self, handoff_id: str, peer: WorkerRef) -> None:
+    def transfer_begins(self, handoff_id: str, peer: WorkerRef, dp_rank: int = 0) -> None:
         """Note that a handoff will write to a peer: its link is not undone before `transfer_ends`, while the peer lives."""
-        self._transfers[handoff_id] = peer
+        self._transfers.begins(handoff_id, peer, dp_rank)
+
+    def transfer_bound(self, handoff_id: str) -> None:
+        """Note that the ranks have found the link of a handoff: what comes of it says nothing of a later one."""
+        self._transfers.bound(handoff_id, self._clock.monotonic_ns())
 
     def transfer_ends(self, handoff_id: str) -> None:
         """Note that nothing is written for a handoff any more. Twice is fine."""
-        peer = self._transfers.pop(handoff_id, None)
+        peer = self._transfers.ends(handoff_id)
         if peer is not None and peer.worker_id in self._peers:
             self._tick(peer.worker_id)
 
-    def pushed(self, connection: Connection) -> None:
-        """Note that something has arrived at a peer."""
-        self._doubts.moved(connection)
-
-    def push_failed(self, connection: Connection, outcome: PushOutcome, reason: str) -> None:
-        """Note, once a handoff and connection, that a push to a peer failed. With reason to doubt the link it is undone, and the peer met again."""
-        ref = connection.peer
-        peer = self._peers.get(ref.worker_id)
-        if peer is None or peer.pair.incarnation != ref.incarnation:
-            return
-        if self._doubts.failed(connection, is_unclear=outcome is PushOutcome.INDETERMINATE):
-            text = f"what was pushed to it did not arrive: {reason}"[:_MAX_REASON_CHARS]
+    def note_push(self, own_dp_rank: int, push: PartPushed) -> None:
+        """Note what became of a push of one replica. With reason to doubt the link it is undone, and the peer met again."""
+        ref = self._transfers.doubted(own_dp_rank, push)
+        if ref is not None and ref.worker_id in self._peers:
+            text = f"what was pushed to it did not arrive: {push.reason}"[:_MAX_REASON_CHARS]
             self._feed(ref.worker_id, Doubted(at=self._clock.monotonic(), incarnation=ref.incarnation, reason=text))
 
     # Tasks.
@@ -229,8 +225,7 @@ class Links:
 
     def _tick(self, worker_id: str) -> None:
         peer = WorkerRef(worker_id=worker_id, incarnation=self._peers[worker_id].pair.incarnation)
-        num_transfers = sum(each == peer for each in self._transfers.values())
-        self._feed(worker_id, Tick(at=self._clock.monotonic(), num_transfers=num_transfers))
+        self._feed(worker_id, Tick(at=self._clock.monotonic(), num_transfers=self._transfers.count(peer)))
 
     def _feed(self, worker_id: str, event: PairEvent) -> None:
         """One step of one pair."""
@@ -274,10 +269,11 @@ class Links:
                         raise AssertionError("who is connected was met")
                     await knock(rank.region for rank in peer.met.ranks)
                     await self._replicas.link(ref, peer.met.ranks)
+                    self._transfers.linked(ref, self._clock.monotonic_ns())
                     return Connected(at=self._clock.monotonic(), incarnation=incarnation)
                 case Disconnect():
                     await self._replicas.unlink(ref)
-                    self._doubts.forget(ref)
+                    self._transfers.unlinked(ref)
                     return Disconnected(at=self._clock.monotonic(), incarnation=incarnation)
         except EngineDeadError:
             raise  # the worker cannot go on

@@ -18,7 +18,6 @@ from common.engine.port import EngineDeadError, EngineError
 from common.runtime.clock import Deadline
 from common.runtime.trace import within
 from common.worker.core.admission import same_work
-from common.worker.core.doubts import Connection
 from common.worker.core.parts import PushedParts
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
@@ -51,8 +50,6 @@ _REPORT_EVERY_S: Final = 0.005
 _TELL_AFTER_S: Final = 1.0
 _HANDED_OVER: Final = "handed_over"
 _UNLINK_TIMEOUT_S: Final = 5.0
-_NO_DOUBT: Final = frozenset({PushOutcome.STALE, PushOutcome.NOT_TRIED})
-"""Failures that say nothing of the connection: the destination took its memory back, or nothing was sent."""
 
 
 class PrefillService(WorkerService):
@@ -134,7 +131,7 @@ class PrefillService(WorkerService):
         pushed = (part for part in met.plan.parts if part.role not in command.pulled)
         owed = owed_ranges(pushed, command.num_cached_tokens, command.num_prompt_tokens, self.info.block_size)
         self.links.transfer_begins(
-            sequence.handoff_id, WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation)
+            sequence.handoff_id, WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation), grant.dp_rank
         )
         self._prefills[sequence.handoff_id] = Prefill(
             command=command,
@@ -157,6 +154,7 @@ class PrefillService(WorkerService):
 
     async def bound(self, sequence: Sequence) -> None:
         """Say that the prompt begins."""
+        self.links.transfer_bound(sequence.handoff_id)
         prefill = self._prefills.get(sequence.handoff_id)
         if prefill is None:
             return
@@ -266,26 +264,15 @@ class PrefillService(WorkerService):
         while True:
             push = await replica.engine.next_push()
             self._pushes.count(push)
+            self.links.note_push(replica.dp_rank, push)
             sequence = self.table.get(push.handoff_id)
             prefill = self._prefills.get(push.handoff_id)
             if sequence is None or sequence.push is None or prefill is None:
                 continue
-            grant = sequence.push.grant
-            connection = Connection(
-                peer=WorkerRef(worker_id=grant.worker_id, incarnation=grant.incarnation),
-                own_dp_rank=replica.dp_rank,
-                peer_dp_rank=grant.dp_rank,
-                own_rank=push.rank,
-                peer_rank=push.destination_rank,
-            )
             if push.outcome is not PushOutcome.DONE:
-                if connection not in prefill.failed_over and push.outcome not in _NO_DOUBT:
-                    prefill.failed_over.add(connection)
-                    self.links.push_failed(connection, push.outcome, push.reason)
                 text = f"rank {push.rank} could not push {push.role} of layer {push.layer}: {push.reason}"
                 self._fail(sequence, ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=text))
                 continue
-            self.links.pushed(connection)
             part = prefill.parts.add(push)
             self._unreported[push.handoff_id, push.rank] = None
             key = push.rank, push.namespace, push.role, push.layer, push.destination_rank

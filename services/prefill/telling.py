@@ -12,7 +12,6 @@ from common.bus.handoff_events import HandoffEvents
 from common.layout.ranges import RangeSet
 from common.runtime.lifecycle import Log
 from common.runtime.trace import within
-from common.worker.core.doubts import Connection
 from common.worker.core.parts import PartProgress, PushedParts
 from common.worker.core.sequence import Sequence
 from contracts.events import EventName
@@ -44,7 +43,6 @@ class Prefill(msgspec.Struct, kw_only=True):
     layers: LayerTimes = msgspec.field(default_factory=LayerTimes)
     untold: list[Callable[[], object]] = []
     failed: bool = False
-    failed_over: set[Connection] = set()
 
     @property
     def queue_ms(self) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from common.engine.port import EngineError
-from common.worker.core.doubts import Connection
 from contracts.errors import ErrorCode
 from contracts.handoff import PrefillFinished, Reserved
 from contracts.rank import PushOutcome
 from contracts.requests import Accepted, WorkerRef
 from services.prefill.service import PrefillService
+from tests.integration.part_pushes import part_pushed
 from tests.integration.pulling_pair import engine_of
 from tests.integration.worker_world import Mesh, in_mesh, pair
 
@@ -36,9 +36,7 @@ def test_a_prompt_that_waits_while_its_link_is_undone_is_tried_elsewhere() -> No
             raise EngineError("rank 0: connection refused", code=ErrorCode.TRANSFER_FAILED)
 
         engine_of(mesh, "prefill-0").link = unreachable  # type: ignore[method-assign]  # the link is not made anew in this test
-        peer = WorkerRef(worker_id="decode-0", incarnation="i-decode-0")
-        connection = Connection(peer=peer, own_dp_rank=0, peer_dp_rank=0, own_rank=1, peer_rank=0)
-        prefill.links.push_failed(connection, PushOutcome.INDETERMINATE, "it has been silent for 10 s")
+        prefill.links.note_push(0, part_pushed("r1-0", PushOutcome.INDETERMINATE))
         await mesh.clock.sleep(0.5)
         await mesh.release("prefill", "prefill-0", "r1-0")
         second = await mesh.heard.get()

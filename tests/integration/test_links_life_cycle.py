@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from common.bus.storage import LINKS_CONFIG, WORKERS_CONFIG
-from common.worker.core.doubts import Connection
 from contracts.links import LinkState
 from contracts.rank import PushOutcome
 from contracts.requests import WorkerRef
 from tests.integration.links_world import PREFILL, LinksWorld, in_links_world
+from tests.integration.part_pushes import part_pushed
 
 
 def test_a_decode_worker_that_registers_is_linked() -> None:
@@ -62,8 +62,7 @@ def test_a_doubted_link_is_undone_and_made_again_as_soon_as_that_is_possible() -
         await world.linked()
         world.service.links.transfer_begins("r1-0", peer.ref)
         world.engine.failing_links = 2
-        connection = Connection(peer=peer.ref, own_dp_rank=0, peer_dp_rank=0, own_rank=1, peer_rank=0)
-        world.service.links.push_failed(connection, PushOutcome.INDETERMINATE, "it has been silent for 10 s")
+        world.service.links.note_push(0, part_pushed("r1-0", PushOutcome.INDETERMINATE))
         assert world.service.links.met("decode-0", "i0") is None
         await world.until(LinkState.MEETING, within_s=1.0)
         await world.linked()
@@ -74,8 +73,35 @@ def test_a_doubted_link_is_undone_and_made_again_as_soon_as_that_is_possible() -
         ]
         assert await world.told() == [("linked", "i0"), ("unlinked", "i0"), ("linked", "i0")]
         reason = (await world.events())[1].reason
-        assert reason == "what was pushed to it did not arrive: it has been silent for 10 s"
+        assert reason == "what was pushed to it did not arrive: it is indeterminate"
         assert world.service.links.met("decode-0", "i0") is not None
+
+    in_links_world(scenario)
+
+
+def test_what_comes_of_an_earlier_link_says_nothing_of_the_one_after() -> None:
+    """Of all that was under way over it nobody may know the end; the link was made anew after the first."""
+
+    async def scenario(world: LinksWorld) -> None:
+        peer = await world.peer()
+        await world.linked()
+        links = world.service.links
+        for handoff in ("r1-0", "r2-0", "r3-0"):
+            links.transfer_begins(handoff, peer.ref)
+            links.transfer_bound(handoff)
+        links.transfer_ends("r1-0")
+        links.note_push(0, part_pushed("r1-0", PushOutcome.INDETERMINATE))
+        await world.until(LinkState.MEETING, within_s=1.0)
+        await world.linked()
+        links.note_push(0, part_pushed("r2-0", PushOutcome.INDETERMINATE))
+        links.note_push(0, part_pushed("r3-0", PushOutcome.INDETERMINATE, rank=1))
+        await world.clock.sleep(1.0)
+        assert await world.told() == [("linked", "i0"), ("unlinked", "i0"), ("linked", "i0")]
+        links.transfer_begins("r4-0", peer.ref)
+        links.transfer_bound("r4-0")
+        links.note_push(0, part_pushed("r4-0", PushOutcome.INDETERMINATE))
+        await world.clock.sleep(1.0)
+        assert [name for name, _ in await world.told()] == ["linked", "unlinked", "linked", "unlinked", "linked"]
 
     in_links_world(scenario)
 
