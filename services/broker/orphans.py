@@ -62,15 +62,19 @@ class Orphans:
         self._find = find
         self._take_left = take_left
         self._met: dict[WorkerRef, None] = {}
+        self._under_way: set[WorkerRef] = set()
         self._tasks = BoundedTasks(group, name="orphans", limit=_MAX_ASKED_AT_ONCE, on_error=self._failed)
         self._released = metrics.counter(
-            "broker_orphans_released_total", "Handoffs that a worker held and no broker went on with."
+            "broker_orphans_released_total", "Handoffs that a worker held and nobody needed there any more."
         )
 
     def met(self, role: WorkerRole, worker: WorkerRef) -> None:
         """Note a worker's sign of life. The first of each start asks it; whoever finds no room is asked with its next one."""
-        if worker in self._met or not self._tasks.try_start(partial(self._survey, role, worker)):
+        if worker in self._met or worker in self._under_way:
             return
+        if not self._tasks.try_start(partial(self._meet, role, worker)):
+            return
+        self._under_way.add(worker)
         self._met[worker] = None
         while len(self._met) > _MAX_MET:
             del self._met[next(iter(self._met))]
@@ -78,6 +82,12 @@ class Orphans:
     def expect(self, worker: WorkerRef) -> None:
         """Note that a start may hold what it was to release: its next sign of life asks it."""
         self._met.pop(worker, None)
+
+    async def _meet(self, role: WorkerRole, worker: WorkerRef) -> None:
+        try:
+            await self._survey(role, worker)
+        finally:
+            self._under_way.discard(worker)
 
     async def _survey(self, role: WorkerRole, worker: WorkerRef) -> None:
         subject = subjects.worker_rpc(role, worker.worker_id, WorkerVerb.HANDOFFS)

@@ -82,7 +82,8 @@ class Plans:
     ) -> PairPlan:
         """The pair's plan; for a handoff that is `under_way` also while the pair is being unlinked, which waits for it.
 
-        Raises INCOMPATIBLE_WORKERS naming the rule, DRAINING, INCARNATION_CHANGED, and what `Calls.ask` raises.
+        Raises INCOMPATIBLE_WORKERS naming the rule, DRAINING, INCARNATION_CHANGED, TRANSFER_FAILED for a pair that does not describe
+        itself while the deadline is still far, and what `Calls.ask` raises.
         """
         pair = (prefill, decode)
         if not under_way:
@@ -90,8 +91,9 @@ class Plans:
         try:
             found = self._plans.get(pair) or await self._met(pair, deadline)
         except TimeoutError as error:
-            text = f"{prefill.worker_id} and {decode.worker_id} were not described in time"
-            raise PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
+            raise _late(pair, deadline) from error
+        except PdmeshError as error:
+            raise (_late(pair, deadline) if error.code is ErrorCode.DEADLINE_EXCEEDED else error) from error
         if isinstance(found, PdmeshError):
             raise PdmeshError(found.message, code=found.code, param=found.param)
         return found
@@ -165,3 +167,10 @@ class Plans:
         if not meeting.is_dropped:
             self._manifests[worker] = found
         return found
+
+
+def _late(pair: Pair, deadline: Deadline) -> PdmeshError:
+    """A request whose time is not over may be tried over another pair."""
+    prefill, decode = pair
+    text = f"{prefill.worker_id} and {decode.worker_id} were not described in time"
+    return PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED if deadline.passed else ErrorCode.TRANSFER_FAILED)

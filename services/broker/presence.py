@@ -38,7 +38,7 @@ class Presence:
         """Note a start that an earlier broker gave work to: it may be gone since, and will be missed if it is."""
         if self._leases.is_replaced(worker):
             self._miss(worker)
-        elif not self._leases.is_known(worker):
+        elif not self._leases.is_known(worker) and _key(worker) not in self._expected.known:
             self._expected.put(_key(worker), worker, self._clock.monotonic())
 
     def heard(self, worker: WorkerRef) -> None:

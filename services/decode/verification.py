@@ -44,13 +44,13 @@ class CacheVerification:
         """Return if everything that prefill has computed lies where it belongs.
 
         A commit that comes again waits for the digests that are being made, or gets the verdict that was given: making them holds
-        up every step. Raises `RefusedError`: CACHE_CORRUPT, which names what differs and is for no retry, PROTOCOL without digests,
-        or the code of an engine that could not tell, which is asked anew at the next commit.
+        up every step. Raises `RefusedError`: CACHE_CORRUPT, which names what differs and is for no retry, TRANSFER_FAILED without
+        digests (a broker that went on with it found nobody who has them any more), or the code of an engine that could not tell, which is asked anew at the next commit.
         """
         if not command.digests:
             self._verdicts.labels("unknown").inc()
             text = "digests: none is not allowed; the rule is: those of the prefill worker, with verify_cache=1"
-            raise RefusedError(command.handoff_id, ErrorCode.PROTOCOL, text)
+            raise RefusedError(command.handoff_id, ErrorCode.TRANSFER_FAILED, text)
         if sequence.cache_differences is None:
             judge = partial(self._judge, command, sequence, replica, num_cached_tokens)
             sequence.cache_differences = await self._under_way.join(str(sequence.seq), judge)

@@ -61,14 +61,14 @@ def test_prefill_acknowledges_no_release_while_its_engine_is_at_work() -> None:
         replica = service.replicas[0]
         async with replica.loop.lock:
             await _unanswered(mesh, "prefill")
-            assert (_num_held(mesh, "prefill"), set(service.links._transfers)) == (1, {HANDOFF})
+            assert (_num_held(mesh, "prefill"), set(service.links._transfers._going)) == (1, {HANDOFF})
             assert set(service._prefills) == {HANDOFF}
             asked = mesh.group.create_task(_release(mesh, "prefill", 5.0))
             await mesh.clock.sleep(0.1)
         answer = await asked
         assert answer.response_rpc_ms is not None
         assert _num_held(mesh, "prefill") == 0
-        assert not service.links._transfers
+        assert not service.links._transfers._going
         assert not service._prefills
         assert (await _release(mesh, "prefill", 1.0)).response_rpc_ms is None, "what is over is known no more"
 

@@ -250,6 +250,24 @@ def test_digests_of_a_prefill_that_is_gone_are_not_waited_for() -> None:
     assert handoff.verdict is None
 
 
+def test_decode_is_asked_to_commit_once_the_bucket_holds_the_term() -> None:
+    """Prefill was gone before the record was found: until the claim is stored whoever led may still have decode commit."""
+    handoff, _ = adopting(HandoffState.COMMITTED, verify=True)
+    handoff, effects = step(handoff, ev.WorkerGone(at_ns=2 * SECOND, worker=PREFILL))
+    assert effects == ()
+    handoff, effects = stored(handoff)
+    assert len(of(effects, fx.AskCommit)) == 1
+    assert not of(effects, fx.AskParts)
+
+
+def test_a_prefill_that_nobody_answers_for_is_asked_for_its_digests_again() -> None:
+    """It may be about to listen again behind an outage; if it is gone the broker hears of that."""
+    handoff, _ = adopted(HandoffState.COMMITTED, verify=True)
+    error = ErrorInfo(code=ErrorCode.WORKER_LOST, message="nobody answers")
+    _, effects = step(handoff, ev.PartsUnanswered(at_ns=SECOND, role=WorkerRole.PREFILL, error=error))
+    assert (len(of(effects, fx.CheckParts)), len(of(effects, fx.AskCommit))) == (1, 0)
+
+
 def test_a_takeover_that_comes_while_digests_are_awaited_needs_no_commit() -> None:
     """Decode had the commit from the other broker: its word is enough."""
     handoff, _ = adopted(HandoffState.COMMITTED, verify=True)

@@ -222,6 +222,17 @@ def test_the_locks_of_an_earlier_broker_are_counted_on() -> None:
     assert handoff.num_locks == 2
 
 
+@pytest.mark.parametrize(
+    ("submitted_at", "begun_ns"), [("2029-12-31T23:59:55+00:00", -4 * SECOND), ("", SECOND), ("once", SECOND)]
+)
+def test_the_total_begins_where_an_earlier_broker_took_the_request_on(submitted_at: str, begun_ns: int) -> None:
+    """15 s before the deadline, which is at 11 s; where the record does not say, with the submit that came here."""
+    handoff, _ = begin(submitted(), POLICY)
+    found = record(HandoffState.PREFILLING, router_incarnation="ir", submitted_at=submitted_at)
+    handoff, _ = lost(handoff, found)
+    assert handoff.begun_ns == begun_ns
+
+
 def test_a_mixed_worker_may_be_over_with_what_an_earlier_broker_asked_of_it() -> None:
     """It is asked to run once more: that it knows of none is no failure then."""
     route = MixedRoute(mixed=WorkerRef(worker_id="m0", incarnation="im"))

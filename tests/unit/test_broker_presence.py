@@ -83,3 +83,18 @@ def test_a_worker_that_an_earlier_broker_knew_is_missed_if_it_is_never_heard() -
         assert all(presence.is_gone(worker) for worker in (silent, replaced, left, late))
 
     run_virtual(scenario)
+
+
+def test_whoever_is_expected_again_is_missed_no_later() -> None:
+    """Work that comes for a worker that nobody has heard is no sign of its life."""
+
+    async def scenario(clock: VirtualClock) -> None:
+        gone: list[WorkerRef] = []
+        presence = Presence(MemoryServer(clock).connect(), clock, structlog.get_logger(), on_gone=gone.append)
+        silent = WorkerRef(worker_id="decode-1", incarnation="i1")
+        for _ in range(2):
+            presence.expect(silent)
+            await _judge_for(presence, clock, WORKER_TTL_S / 2 + _SWEEP_S)
+        assert gone == [silent]
+
+    run_virtual(scenario)

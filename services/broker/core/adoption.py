@@ -13,12 +13,11 @@ from contracts.events import EventName
 from contracts.handoff import HandoffRecord, HandoffState, Reserved
 from contracts.workers import WorkerRole
 from services.broker.core import messages
+from services.broker.core.deadline_text import seconds_between
 from services.broker.core.effects import AnswerSubmit, AskPlan, CheckParts
 from services.broker.core.events import Adopted, PartsUnanswered, PlanFound
 from services.broker.core.handoff import Handoff, Policy
 from services.broker.core.turn import Turn
-
-_KNOWS_NOTHING = frozenset({ErrorCode.UNKNOWN_HANDOFF, ErrorCode.WORKER_LOST})
 
 
 def adopted(event: Adopted, policy: Policy) -> Turn:
@@ -68,7 +67,7 @@ def resume(turn: Turn) -> None:
                 turn.effects.append(AskPlan(route=handoff.record.route))
         case HandoffState.COMMITTED if handoff.digests_awaited:
             turn.ask_parts(WorkerRole.PREFILL)
-        case HandoffState.COMMITTED if not handoff.record.verify:
+        case HandoffState.COMMITTED:
             turn.ask_commit()
         case HandoffState.DECODING if not turn.is_mixed:
             turn.release(WorkerRole.PREFILL, "decode has taken over")  # the broker before may not have come to that
@@ -91,7 +90,13 @@ def take_over(turn: Turn, found: HandoffRecord, revision: int) -> None:
         turn.set(stored=found, revision=revision, writing=None)
         turn.part()
         return
-    turn.set(adopted=True, planned=(), submit_answered=True, num_locks=_num_locks(found))
+    turn.set(
+        adopted=True,
+        planned=(),
+        submit_answered=True,
+        num_locks=_num_locks(found),
+        begun_ns=_begun_ns(turn.handoff, found),
+    )
     turn.effects.append(AnswerSubmit(error=None))
     obey(turn, found, revision)
     turn.set(may_be_over=_may_be_over(turn))
@@ -101,6 +106,15 @@ def take_over(turn: Turn, found: HandoffRecord, revision: int) -> None:
 def _num_locks(record: HandoffRecord) -> int:
     """How often the request's lock has been taken, as far as its record says."""
     return 0 if record.lock is None else record.lock.number
+
+
+def _begun_ns(handoff: Handoff, found: HandoffRecord) -> int:
+    """When it was submitted first, as the record that was found says; where it does not, when it was submitted here."""
+    try:
+        lasts_s = seconds_between(found.submitted_at, found.deadline_at)
+    except ValueError:
+        return handoff.begun_ns
+    return min(handoff.begun_ns, handoff.deadline_ns - round(lasts_s * 1e9))
 
 
 def _may_be_over(turn: Turn) -> bool:
@@ -147,14 +161,14 @@ def parts_unanswered(turn: Turn, event: PartsUnanswered) -> None:
     handoff = turn.handoff
     if not turn.open or not handoff.digests_awaited or event.role is not WorkerRole.PREFILL:
         return
-    if event.error.code in _KNOWS_NOTHING:
+    if event.error.code is ErrorCode.UNKNOWN_HANDOFF:
         commit_again(turn)
     else:
         turn.effects.append(CheckParts(after_ms=handoff.policy.parts_query_ms))
 
 
 def commit_again(turn: Turn) -> None:
-    """Nothing more is to be learnt before the commit of an adopted handoff is sent."""
+    """Nothing more is to be learnt before the commit of an adopted handoff is sent: now, or once the bucket holds this term."""
     turn.set(digests_awaited=False)
-    if not turn.handoff.taken_over:
+    if turn.handoff.resumed and not turn.handoff.taken_over:
         turn.ask_commit()

@@ -15,6 +15,11 @@ def moment_before(deadline_at: str, seconds: float) -> str:
     return write_deadline(dt.datetime.fromisoformat(deadline_at).timestamp() - seconds)
 
 
+def seconds_between(earlier: str, later: str) -> float:
+    """Seconds from one moment to another. Raises `ValueError` for what is no time."""
+    return seconds_until(later, dt.datetime.fromisoformat(earlier).timestamp())
+
+
 def seconds_left(deadline_at: str, wall_time: float) -> float:
     """Seconds from `wall_time` to the deadline; 0 once it has passed. Raises `ValueError` for what is no time."""
     return max(0.0, seconds_until(deadline_at, wall_time))
