@@ -41,8 +41,8 @@ MUTANTS: Final = (
     Mutant(
         name="call unknown what another broker has begun",
         file="services/broker/service.py",
-        before="return kept is not None and kept[0].fence > self._policy.fence",
-        after="return False",
+        before="if is_unsure or (kept is not None and kept[0].fence > self._policy.fence):",
+        after="if is_unsure:",
         tests=("tests/integration/test_broker_deposed.py",),
     ),
     Mutant(
@@ -132,9 +132,37 @@ MUTANTS: Final = (
     Mutant(
         name="take tokens of a superseded attempt",
         file="services/router/core/token_order.py",
-        before="if frame.attempt != self._attempt:",
-        after="if False:",
+        before="if frame.attempt != self._attempt:\n            return ()",
+        after="if False:\n            return ()",
         tests=_ORDER,
+    ),
+    Mutant(
+        name="wait for tokens of a worker that is lost",
+        file="services/router/core/token_order.py",
+        before=" or (frame.error is not None and self.end is None)",
+        after="",
+        tests=_ORDER,
+    ),
+    Mutant(
+        name="forget who did not hear its release",
+        file="services/broker/performer.py",
+        before="            self._on_unheard(worker)",
+        after="            pass",
+        tests=("tests/integration/test_broker_adoption.py",),
+    ),
+    Mutant(
+        name="yield to what a frozen broker took on",
+        file="services/broker/core/writes.py",
+        before="            adoption.take_over(turn, found, revision)",
+        after="            _yield_to(turn, found)",
+        tests=("tests/unit/test_broker_core_writes.py",),
+    ),
+    Mutant(
+        name="drop a prompt that is asked to run meanwhile",
+        file="common/worker/unclaimed_prompts.py",
+        before=" or not self._prompts.is_still(unclaimed) or self._table.get(handoff_id) is not None:",
+        after=":",
+        tests=("tests/integration/test_worker_unclaimed_prompts.py",),
     ),
     Mutant(
         name="repeat tokens that were delivered",
@@ -201,7 +229,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         name="compute for a router that is gone",
-        file="common/worker/service.py",
+        file="common/worker/deserted.py",
         before="            if sequence.router_id == router_id and ",
         after="            if False and ",
         tests=("tests/integration/test_worker_presence.py",),
