@@ -115,14 +115,13 @@ class CancelWork(Versioned, frozen=True, kw_only=True, tag="cancel_work"):
 
 
 class Ping(Versioned, frozen=True, kw_only=True, tag="ping"):
-    """The router asks whether the broker is there and takes requests (verb `ping`)."""
+    """The router asks whether a broker leads (verb `ping`)."""
 
 
 class Pong(Versioned, frozen=True, kw_only=True, tag="pong"):
     """It is there."""
 
     broker_id: Token
-    draining: bool
 
 
 class Accepted(Versioned, frozen=True, kw_only=True, tag="accepted"):

@@ -85,7 +85,7 @@ class Leadership:
         await self._settled.wait()
 
     async def drain(self) -> None:
-        """Let the broker that leads end its work; one that stands by has none."""
+        """Let the broker that leads end its work; one that stands by has none. It leads until `release`, and takes what comes."""
         self._draining = True
         if self.broker is None:
             return

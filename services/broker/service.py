@@ -104,7 +104,6 @@ class Broker:
         self._adopter = Adopter(records, clock, log, policy=self._policy, keep=self._keep)
         self.links = plans.verdicts
         """What prefill workers say of pairs: who watches `PD_LINKS` feeds this."""
-        self.draining = False
         self.orphans = Orphans(
             calls,
             records,
@@ -196,8 +195,6 @@ class Broker:
         return await asyncio.shield(live.admission)  # answered when the record is stored, at the deadline at the latest
 
     def _check(self, submit: SubmitRequest) -> None:
-        if self.draining:
-            raise PdmeshError("the broker is draining", code=ErrorCode.DRAINING)
         if self.num_in_flight >= self._settings.max_in_flight:
             raise PdmeshError(f"{self.num_in_flight} handoffs are in flight", code=ErrorCode.OVERLOADED)
         latest = self._handoffs.latest(submit.request_id)
@@ -319,8 +316,10 @@ class Broker:
             self._handoffs.expire(now)
 
     async def drain(self) -> None:
-        """Take nothing new, and wait until everything has ended and been released."""
-        self.draining = True
+        """Wait until everything has ended and been released.
+
+        What comes meanwhile is taken: nobody else may take it before the lease is given back, and whoever leads then goes on with it.
+        """
         await self._handoffs.wait_idle()
 
     def _keep(

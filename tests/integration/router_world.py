@@ -167,7 +167,6 @@ class Mesh:
         self.frames: dict[str, dict[int, PromptFrame]] = {}
         self.submits: list[SubmitRequest] = []
         self.broker_answers = True
-        self.broker_drains = False
         self.cancels: list[CancelRequest] = []
         self.hints: list[tuple[str, CancelWork]] = []
         self.hold_prompts: asyncio.Event | None = None
@@ -264,7 +263,7 @@ class Mesh:
         elif verb in {"replay", "outcome"}:
             await self._replayed(message)
         elif verb == "ping" and self.broker_answers:
-            await message.respond(encode(Pong(broker_id="broker-0", draining=self.broker_drains)))
+            await message.respond(encode(Pong(broker_id="broker-0")))
         self._changed.set()
 
     async def _replayed(self, message: Message) -> None:
