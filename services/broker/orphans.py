@@ -30,6 +30,7 @@ from services.broker.records import Records
 
 _ASK_S: Final = 30.0
 _MAX_ASKED_AT_ONCE: Final = 256
+_MAX_JUDGED_AT_ONCE: Final = 16
 _MAX_MET: Final = 4096
 
 
@@ -105,20 +106,29 @@ class Orphans:
             return
         if answer.incarnation != worker.incarnation:
             return  # that start will be met
-        is_done = True
-        for handoff_id in answer.handoff_ids:
-            try:
-                await self._judge(role, worker, handoff_id)
-            except PdmeshError as error:
-                self._log.info(
-                    "orphan_not_released",
-                    handoff_id=handoff_id,
-                    worker_id=worker.worker_id,
-                    error_code=str(error.code),
-                )
-                is_done = False
-        if not is_done:
+        at_once = asyncio.Semaphore(_MAX_JUDGED_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            judged = [
+                group.create_task(self._judged(role, worker, handoff_id, at_once), name=f"orphan-{handoff_id}")
+                for handoff_id in answer.handoff_ids
+            ]
+        if not all(task.result() for task in judged):
             self.expect(worker)
+
+    async def _judged(self, role: WorkerRole, worker: WorkerRef, handoff_id: str, at_once: asyncio.Semaphore) -> bool:
+        """Judge one of those that a worker holds, beside others: a release may take its time. False if it has to be judged again."""
+        try:
+            async with at_once:
+                await self._judge(role, worker, handoff_id)
+        except PdmeshError as error:
+            self._log.info(
+                "orphan_not_released",
+                handoff_id=handoff_id,
+                worker_id=worker.worker_id,
+                error_code=str(error.code),
+            )
+            return False
+        return True
 
     async def _judge(self, role: WorkerRole, worker: WorkerRef, handoff_id: str) -> None:
         message = self._release_of(role, self._find(handoff_id)) or await self._release_by_record(handoff_id)

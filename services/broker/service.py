@@ -201,7 +201,12 @@ class Broker:
         if latest is not None and latest.handoff.record.attempt > submit.attempt:
             text = f"{submit.handoff_id} comes late: {latest.handoff.handoff_id} is known"
             raise PdmeshError(text, code=ErrorCode.CANCELLED)
-        check_submit(submit, is_replaced=self.workers.is_replaced, is_gone=self.workers.is_gone)
+        check_submit(
+            submit,
+            is_replaced=self.workers.is_replaced,
+            is_gone=self.workers.is_gone,
+            longest_ms=round(self._settings.record_ttl_s * 1e3),
+        )
 
     def _begin(self, submit: SubmitRequest, plan: PairPlan, deadline: Deadline) -> Live:
         now_ns = self._clock.monotonic_ns()

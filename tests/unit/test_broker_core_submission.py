@@ -24,7 +24,12 @@ RULE = "1 to 63 characters of a-z, 0-9, '_' and '-', not starting with '_' or '-
 
 def check(submit: SubmitRequest, *replaced: WorkerRef, gone: tuple[WorkerRef, ...] = ()) -> None:
     """Check a submit where these starts of workers were replaced, and those have fallen silent."""
-    check_submit(submit, is_replaced=lambda worker: worker in replaced, is_gone=lambda worker: worker in gone)
+    check_submit(
+        submit,
+        is_replaced=lambda worker: worker in replaced,
+        is_gone=lambda worker: worker in gone,
+        longest_ms=3_600_000,
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,6 +43,10 @@ def check(submit: SubmitRequest, *replaced: WorkerRef, gone: tuple[WorkerRef, ..
         ({"handoff_id": "r1-1"}, "handoff_id: 'r1-1' is not allowed; the rule is: r1-0: request and attempt"),
         ({"num_prompt_tokens": 0}, f"num_prompt_tokens: 0 {ZERO}"),
         ({"timeout_ms": 0}, f"timeout_ms: 0 {ZERO}"),
+        (
+            {"timeout_ms": 3_600_001},
+            "timeout_ms: 3600001 is not allowed; the rule is: at most 3600000, the record_ttl_s of the broker: no record outlives that",
+        ),
         ({"sampling": SamplingParams(max_tokens=0, seed=1)}, f"sampling.max_tokens: 0 {ZERO}"),
         (
             {"num_delivered_tokens": 40},

@@ -10,7 +10,11 @@ from contracts.requests import DisaggregatedRoute, MixedRoute, Route, SubmitRequ
 
 
 def check_submit(
-    submit: SubmitRequest, *, is_replaced: Callable[[WorkerRef], bool], is_gone: Callable[[WorkerRef], bool]
+    submit: SubmitRequest,
+    *,
+    is_replaced: Callable[[WorkerRef], bool],
+    is_gone: Callable[[WorkerRef], bool],
+    longest_ms: int,
 ) -> None:
     """Raise `PdmeshError` that names the field at fault.
 
@@ -34,6 +38,9 @@ def check_submit(
     ):
         if value < 1:
             raise InvalidValueError(field=field, value=value, rule="1 or more")
+    if submit.timeout_ms > longest_ms:
+        rule = f"at most {longest_ms}, the record_ttl_s of the broker: no record outlives that"
+        raise InvalidValueError(field="timeout_ms", value=submit.timeout_ms, rule=rule)
     if submit.num_delivered_tokens >= submit.num_prompt_tokens:
         rule = f"less than num_prompt_tokens, {submit.num_prompt_tokens}: they are the end of the prompt"
         raise InvalidValueError(field="num_delivered_tokens", value=submit.num_delivered_tokens, rule=rule)
