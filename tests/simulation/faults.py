@@ -64,6 +64,9 @@ class FaultPlayer:
             case FaultKind.CRASH:
                 mesh.kill(fault.whom, restart_s=fault.for_s)
                 return _nothing
+            case FaultKind.DRAIN:
+                mesh.drain(fault.whom, limit_s=fault.for_s)
+                return _nothing
             case FaultKind.FREEZE:
                 return self._freeze(fault)
             case FaultKind.OVERLAP:

@@ -24,6 +24,7 @@ class FaultKind(StrEnum):
     WRITES = "writes"  # the same, but of the records of single handoffs only: who leads goes on leading
     BLINK = "blink"  # the bus is down for an instant, again and again
     CRASH = "crash"  # a process is killed, and started again after that time
+    DRAIN = "drain"  # a worker or a broker is told to end in order, within that time; it is started again
     FREEZE = "freeze"  # a process stands still, then wakes up
     OVERLAP = "overlap"  # the broker that leads stands still, and wakes up in the middle of another one's takeover
     RANK = "rank"  # one rank of a worker dies: its worker ends and is started again

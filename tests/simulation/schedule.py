@@ -205,6 +205,8 @@ def _faults(
             case FaultKind.CRASH | FaultKind.FREEZE | FaultKind.PARTITION:
                 # The broker that leads is one of many processes, and the one whose faults matter most.
                 whom = brokers[0] if rng.random() < 0.2 else rng.choice(everybody)
+            case FaultKind.DRAIN:
+                whom = rng.choice((*brokers, *names))
             case FaultKind.RANK | FaultKind.STEP | FaultKind.SLOW_LINK | FaultKind.BLACK_HOLE | FaultKind.RAGGED_LINK:
                 whom = rng.choice(workers).worker_id
             case _:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +40,7 @@ from tests.simulation.sim_router import Client, SimulatedRouter, open_router
 from tests.simulation.verdicts import Verdicts
 
 _RESTART_S: Final = 0.5
+_LEAVE_S: Final = 2.0
 RELEASE_TIMEOUT_S: Final = 10.0
 RESERVE_WAIT_S: Final = 4.0
 """How long a reservation waits for memory on a decode worker."""
@@ -51,13 +53,15 @@ _KINDS: Final[dict[str, type[WorkerService]]] = {
 
 @dataclass(eq=False)
 class Seat:
-    """A service by name, and its present start. `engines` are of a worker, `leadership` of a broker, `router` of a router."""
+    """A service by name, and its present start. `host` and `engines` are of a worker, `leadership` of a broker, `router` of a router."""
 
     name: str
     num_starts: int = 0
     process: Process | None = None
     bus: SimulatedBus | None = None
+    life: asyncio.Task[None] | None = None
     service: WorkerService | None = None
+    host: WorkerHost | None = None
     engines: tuple[SimulatedEngine, ...] = ()
     leadership: Leadership | None = None
     router: SimulatedRouter | None = None
@@ -96,7 +100,7 @@ class SimulatedMesh:
         self.everybody.append(process)
         bus = seat.bus = self.server.link()
         self.verdicts.say(name, f"start {seat.num_starts}")
-        process.spawn(self._life(seat, process, self._body(seat, bus)))
+        seat.life = process.spawn(self._life(seat, process, self._body(seat, bus)))
 
     def kill(self, name: str, *, restart_s: float) -> None:
         """Let a service die at once, and start it again later."""
@@ -107,12 +111,42 @@ class SimulatedMesh:
         seat.process.is_dead = True
         self._end(seat, restart_s)
 
+    def drain(self, name: str, *, limit_s: float) -> None:
+        """Let a worker or a broker end in order: it drains, at most so long, takes its leave, and is started again."""
+        seat = self.seats[name]
+        if seat.process is not None and seat.process.runs:
+            seat.process.spawn(self._leave(seat, seat.process, limit_s))
+
+    async def _leave(self, seat: Seat, process: Process, limit_s: float) -> None:
+        host, leadership, life = seat.host, seat.leadership, seat.life
+        try:
+            async with asyncio.timeout(limit_s):
+                if host is not None:
+                    await host.drain()
+                if leadership is not None:
+                    await leadership.drain()
+            self.verdicts.saw("drained")
+        except TimeoutError:
+            self.verdicts.saw("drain_cut_short")
+        if life is not None:
+            life.cancel()
+        with suppress(PdmeshError, TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                if host is not None:
+                    await host.registration.close()
+                if leadership is not None:
+                    await leadership.release()
+        if seat.process is process and not process.is_dead:
+            process.is_dead = True
+            self.verdicts.say(seat.name, "has left")
+            self._end(seat, _RESTART_S)
+
     def _end(self, seat: Seat, restart_s: float) -> None:
         if seat.bus is not None:
             seat.bus.vanish()
         for engine in seat.engines:
             engine.lose()
-        seat.service, seat.engines, seat.leadership, seat.router = None, (), None, None
+        seat.service, seat.host, seat.engines, seat.leadership, seat.router = None, None, (), None, None
         self.plane.frozen.discard(seat.name)
         for client in seat.clients:
             client.end("router died")
@@ -184,7 +218,8 @@ class SimulatedMesh:
         )
         watch_fences(service, self.verdicts)
         seat.service = service
-        await WorkerHost(service, bus, group, log).open()
+        seat.host = WorkerHost(service, bus, group, log)
+        await seat.host.open()
 
     async def _run_broker(self, seat: Seat, bus: SimulatedBus, group: asyncio.TaskGroup) -> None:
         del group
