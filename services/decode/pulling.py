@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from common.bus.errors import BusError
 from common.bus.handoff_events import HandoffEvents
 from common.bus.port import Bus
-from common.bus.rpc import RefusedError
+from common.bus.rpc import RefusedError, UnansweredError
 from common.engine.port import EngineDeadError, PullResult
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
@@ -26,7 +26,7 @@ from contracts.codec import encode
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.events import EventName
 from contracts.handoff import PartsAnswer, PullHandoff
-from contracts.manifest import Role
+from contracts.manifest import RankManifest, Role
 from contracts.pull import PullEnded, ShardPull, ShardState
 from contracts.rank_pull import PullReport, PullShards, ShardPulled
 from contracts.requests import WorkerRef
@@ -48,15 +48,16 @@ _TELL_AFTER_S: Final = 1.0
 class Pull:
     """What is known of one request that pulls `roles` from `source`.
 
-    One pull at a time: `guard` orders the calls, `lock` is the number of the last pull that was begun. `untold` are events: they are
-    published after the takeover, or when they are a second old, because each costs the machine that it runs on.
+    One pull at a time: `lock` is the number of the last one that was begun. `linking` is the wait of the newest delivery of a command
+    while its source is not linked. `untold` are events: they are published after the takeover, or when they are a second old, because
+    each costs the machine that it runs on.
     """
 
     sequence: Sequence
     source: WorkerRef
     roles: tuple[Role, ...]
     parts: PulledParts
-    guard: asyncio.Lock = field(default_factory=asyncio.Lock)
+    linking: asyncio.Timeout | None = None
     lock: int = -1
     parallel: bool = True
     began_ns: int = 0
@@ -68,6 +69,12 @@ class Pull:
     def is_done(self) -> bool:
         """Whether all that was to be pulled is in its place."""
         return self.ended is not None and self.ended.error is None and not self.is_under_way
+
+    def stop_waiting(self) -> None:
+        """End the wait for the link, if somebody waits for it."""
+        linking, self.linking = self.linking, None
+        if linking is not None:
+            linking.reschedule(asyncio.get_running_loop().time())
 
 
 class Deliver(Protocol):
@@ -118,38 +125,59 @@ class Pulls:
         return self._pulls.get(handoff_id)
 
     async def begin(self, command: PullHandoff, sequence: Sequence, replica: Replica, block_size: int) -> None:
-        """Begin the pull of a command, unless it has been. Raises `RefusedError`; nothing was begun then."""
+        """Begin the pull of a command, unless it has been. Raises `RefusedError`; nothing was begun then.
+
+        The same command may be delivered again while its source is being linked. Then the delivery before ends with
+        `UnansweredError`: the newest is the one that is still listened to, and no more than one waits for each handoff.
+        """
         handoff_id = command.handoff_id
         pull = self._pulls.get(handoff_id)
         if pull is None:
             raise RefusedError(handoff_id, ErrorCode.PROTOCOL, f"{handoff_id} was reserved to be pushed, not pulled")
         deadline = Deadline.from_remaining_ms(self._ports.clock, command.timeout_ms)
-        async with pull.guard:
-            if command.lock == pull.lock:
-                return
-            self._check(command, pull)
-            try:
-                layout = await self._ports.sources.linked(pull.source, deadline)
-            except EngineDeadError:
-                raise
-            except PdmeshError as error:
-                own_id, source_id = self._ports.own.worker_id, pull.source.worker_id
-                refusal = refuse_unlinked(error.info, own_id, source_id, is_late=deadline.passed)
-                raise RefusedError(handoff_id, refusal.code, refusal.message) from error
-            broken = refuse_source(command.source, pull.source, layout, sequence.num_prompt_tokens, block_size)
-            if broken is not None:
-                raise RefusedError(handoff_id, ErrorCode.PROTOCOL, broken)
+        if command.lock == pull.lock:
+            return
+        self._check(command, pull)
+        layout = await self._linked(command, pull, deadline)
+        if self._pulls.get(handoff_id) is not pull:
+            raise _released(handoff_id)
+        if command.lock == pull.lock:
+            return  # another delivery found the link a moment sooner
+        self._check(command, pull)
+        broken = refuse_source(command.source, pull.source, layout, sequence.num_prompt_tokens, block_size)
+        if broken is not None:
+            raise RefusedError(handoff_id, ErrorCode.PROTOCOL, broken)
+        before = pull.lock
+        pull.lock, pull.parallel, pull.ended = command.lock, self._ports.is_parallel(), None
+        pull.began_ns = self._ports.clock.monotonic_ns()
+        pull.parts.begin(command.source.dp_rank)
+        pull.is_under_way = True
+        work = partial(self._run, pull, command, replica, deadline)
+        if not self._tasks.try_start(work):
+            pull.lock, pull.is_under_way = before, False
+            raise RefusedError(handoff_id, ErrorCode.OVERLOADED, "too many pulls are under way")
+
+    async def _linked(self, command: PullHandoff, pull: Pull, deadline: Deadline) -> RankManifest:
+        """Wait for the link in place of whoever waits for it now. Raises `RefusedError`, and `UnansweredError` once replaced itself."""
+        handoff_id = command.handoff_id
+        pull.stop_waiting()
+        linking = pull.linking = asyncio.timeout(None)
+        try:
+            async with linking:
+                return await self._ports.sources.linked(pull.source, deadline)
+        except EngineDeadError:
+            raise
+        except PdmeshError as error:
+            own_id, source_id = self._ports.own.worker_id, pull.source.worker_id
+            refusal = refuse_unlinked(error.info, own_id, source_id, is_late=deadline.passed)
+            raise RefusedError(handoff_id, refusal.code, refusal.message) from error
+        except TimeoutError as error:
             if self._pulls.get(handoff_id) is not pull:
-                raise RefusedError(handoff_id, ErrorCode.CANCELLED, f"{handoff_id} was released meanwhile")
-            before = pull.lock
-            pull.lock, pull.parallel, pull.ended = command.lock, self._ports.is_parallel(), None
-            pull.began_ns = self._ports.clock.monotonic_ns()
-            pull.parts.begin(command.source.dp_rank)
-            pull.is_under_way = True
-            work = partial(self._run, pull, command, replica, deadline)
-            if not self._tasks.try_start(work):
-                pull.lock, pull.is_under_way = before, False
-                raise RefusedError(handoff_id, ErrorCode.OVERLOADED, "too many pulls are under way")
+                raise _released(handoff_id) from error
+            raise UnansweredError(f"{handoff_id} was asked to be pulled once more") from error
+        finally:
+            if pull.linking is linking:
+                pull.linking = None
 
     def answer(self, handoff_id: str) -> PartsAnswer:
         """All that was pulled of a request so far."""
@@ -162,6 +190,7 @@ class Pulls:
         """The request is over here. What is still being read has been waited for, or its memory is in quarantine."""
         pull = self._pulls.pop(handoff_id, None)
         if pull is not None:
+            pull.stop_waiting()
             self._tell(pull)
 
     def taken_over(self, handoff_id: str) -> None:
@@ -326,3 +355,7 @@ class Pulls:
                 await self._ports.bus.publish(subjects.parts(handoff_id), encode(pull.parts.report(source_rank)))
             except BusError as error:  # the broker asks for the parts when it misses some
                 self._ports.log.info("parts_report_lost", handoff_id=handoff_id, error_code=error.code)
+
+
+def _released(handoff_id: str) -> RefusedError:
+    return RefusedError(handoff_id, ErrorCode.CANCELLED, f"{handoff_id} was released meanwhile")

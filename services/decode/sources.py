@@ -70,6 +70,9 @@ class Sources:
     async def linked(self, ref: WorkerRef, deadline: Deadline) -> RankManifest:
         """Wait until `ref` can be read from; the layout of its first rank, which tells what a grant of it may name.
 
+        Only the first try to link with a start is waited for. Where the last one has failed, another is begun and not waited for:
+        whoever asks would pay for it, and is better served by another source meanwhile.
+
         Raises `PdmeshError`: INCOMPATIBLE_WORKERS with the rule that forbids the pair, what the last try failed with, or
         DEADLINE_EXCEEDED.
         """
@@ -78,21 +81,19 @@ class Sources:
             text = f"{ref.worker_id} {ref.incarnation} is not its present start, which is {known.ref.incarnation}"
             raise PdmeshError(text, code=ErrorCode.INCARNATION_CHANGED)
         source = self._source(ref)
-        while not source.is_linked:
-            if source.is_refused and source.refusal is not None:
-                raise PdmeshError.from_info(source.refusal)
-            if not source.is_linking:
-                if source.refusal is not None and deadline.passed:
-                    raise PdmeshError.from_info(source.refusal)
-                self._begin(source)
+        last = source.refusal
+        if not source.is_linked and not source.is_linking and not source.is_refused:
+            self._begin(source)
+        if last is None and not source.is_linked:
             try:
                 async with deadline.timeout():
                     await source.done.wait()
             except TimeoutError as error:
                 text = f"{ref.worker_id} {ref.incarnation} could not be linked as a source in time"
                 raise PdmeshError(text, code=ErrorCode.DEADLINE_EXCEEDED) from error
-            if source.refusal is not None:
-                raise PdmeshError.from_info(source.refusal)
+            last = source.refusal
+        if last is not None:
+            raise PdmeshError.from_info(last)
         if source.manifest is None:
             raise AssertionError("who is linked was described")
         return source.manifest
