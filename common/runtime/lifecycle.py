@@ -20,7 +20,8 @@ EXIT_CLEAN: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_SETTINGS: Final = 2
 EXIT_LEASE_LAPSED: Final = 3
-"""A worker stood still for so long that others took it for dead: it is to be started again, as a new incarnation."""
+"""A worker stood still for so long that others took it for dead, or another start of its id has the place of its record (a router's,
+too): it is to be started again, as a new incarnation."""
 EXIT_QUARANTINED: Final = 4
 """Too much of a worker's memory waits for writers that do not stop: it has drained, and is to be started again."""
 

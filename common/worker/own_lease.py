@@ -1,7 +1,8 @@
 """Whether a worker's own lease has lapsed while it stood still: then others have given its work away, and it must begin anew.
 
 An outage of the bus also keeps a worker from renewing its record, but it silences everybody, and nobody is judged by it. Only
-a worker that itself stood still (SIGSTOP, a suspended machine) was alone in its silence.
+a worker that itself stood still (SIGSTOP, a suspended machine) was alone in its silence. One that was cut off alone cannot tell that from an
+outage: it goes on, unless another start has its record's place by then (`KeptRecord`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from contracts.workers import WorkerRecord
 class Registration(KeptRecord):
     """One worker's key. `record` is asked for a fresh one at every put.
 
-    `run` and `put` raise `ServiceEnded` when this process stood still until the lease had lapsed.
+    `run` and `put` raise `ServiceEnded` when this process stood still until the lease had lapsed, or another start has the key by now.
     """
 
     def __init__(self, bus: Bus, clock: Clock, log: Log, record: Callable[[], WorkerRecord]) -> None:

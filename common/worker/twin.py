@@ -26,8 +26,9 @@ class WorkerIdTakenError(PdmeshError):
 async def check_unique(own: WorkerRef, bus: Bus, log: Log) -> None:
     """Raise `WorkerIdTakenError` when a worker of this id answers, of whichever role; to be called before this one does.
 
-    A worker that was killed answers nothing, at once: its restart goes on. One that stands still is replaced; when it wakes up it
-    finds that its lease has lapsed.
+    A worker that was killed answers nothing, at once: its restart goes on. One that stands still is replaced, and so is one that is
+    cut off from the bus: when it wakes up or comes back it finds that its lease has lapsed, or this start's record in the place of
+    its own, and ends.
     """
     for role in WorkerRole:
         subject = subjects.worker_rpc(role, own.worker_id, WorkerVerb.DESCRIBE)

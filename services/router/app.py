@@ -44,6 +44,7 @@ from services.router.retry_hint import RetryHint
 from services.router.settings import RouterSettings
 from services.router.token_inbox import TokenInbox
 from services.router.tokenizing import Tokenizing
+from services.router.twin import check_unique
 
 _MAX_CANCELS: Final = 4096
 _MAX_ACKNOWLEDGEMENTS: Final = 4096
@@ -83,7 +84,8 @@ async def start(
     """Start the router on an open bus, and return the port on which it serves.
 
     When this returns, requests are taken. Draining stops that, waits for what is under way, and tells the rest that it
-    is over. Raises SettingsError for a model that cannot be read, `BusError`, and OSError for a port that is taken.
+    is over. Raises SettingsError for a model that cannot be read, RouterIdTakenError for the id of a router that is at work,
+    `BusError`, and OSError for a port that is taken.
     """
     model = load_model(settings.model, name=settings.model_name, wall_time=clock.wall_time)
     metrics = RouterMetrics(registry)
@@ -92,6 +94,7 @@ async def start(
     )
     lifecycle.on_close("tokenizing", _closing(tokenizing.close))
 
+    await check_unique(settings.router_id, bus, log)
     incarnation = entropy(_INCARNATION_BYTES).hex()
     sign = RouterRecord(router_id=settings.router_id, incarnation=incarnation)
     lease = KeptRecord(bus, log, ROUTERS_CONFIG, lambda: (settings.router_id, encode(sign)))

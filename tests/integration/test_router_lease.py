@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import structlog
+import structlog.testing
 
 from common.bus.kept_record import PUT_EVERY_S, KeptRecord
 from common.bus.memory import MemoryServer
 from common.bus.port import Bucket
+from common.bus.refusals import Refusals
 from common.bus.storage import ROUTER_TTL_S, ROUTERS_CONFIG
+from common.runtime.lifecycle import EXIT_FAILED, Lifecycle, serve
+from common.runtime.metrics import Metrics
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from contracts.codec import decode, encode
 from contracts.handoff import HandoffState, ReleaseHandoff, RunMixed, RunPrefill
 from contracts.requests import Accepted, Refused
 from contracts.routers import RouterRecord
 from services.broker.router_presence import RouterPresence
+from services.router import app
+from services.router.settings import RouterSettings
+from services.router.token_inbox import TokenInbox
+from services.router.twin import check_unique
 from tests.integration.broker_world import HANDOFF, ROUTER, World, in_world
-from tests.integration.router_world import router_world
+from tests.integration.router_world import router_world, write_model
 
 FIRST, SECOND = "start-1", "start-2"
 _SLACK_S: Final = 0.5
@@ -204,3 +215,103 @@ async def test_a_router_keeps_its_record_and_names_its_start_in_each_submit(tmp_
             assert (await world.post("/v1/completions", PLAIN))[0] == 200
             assert world.mesh.submits[0].router_incarnation in starts
     assert len(starts) == 2
+
+
+@asynccontextmanager
+async def _first_router(
+    server: MemoryServer, clock: VirtualClock
+) -> AsyncIterator[tuple[KeptRecord, Callable[[str], None]]]:
+    """A router as far as its id is concerned: it listens for tokens and keeps its record, unless that is stopped."""
+    bus = server.connect()
+    refusals = Refusals(structlog.get_logger(), clock, Metrics())
+    inbox = TokenInbox(bus, refusals, router_id=ROUTER, max_waiting_frames=8)
+    record = KeptRecord(bus, structlog.get_logger(), ROUTERS_CONFIG, _record_of(1))
+    await record.open()
+    async with asyncio.TaskGroup() as group:
+        tasks = {
+            "tokens": group.create_task(inbox.run(await inbox.open())),
+            "lease": group.create_task(record.run()),
+        }
+        await clock.sleep(2.5 * PUT_EVERY_S)
+        yield record, lambda name: _stop(tasks[name])
+        for task in tasks.values():
+            task.cancel()
+
+
+def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
+async def _start_of(server: MemoryServer, clock: VirtualClock, model: Path, router_id: str) -> list[str]:
+    """Start a router; return what its log says of a start that ends early. Another one never gets as far as HTTP here."""
+    with structlog.testing.capture_logs() as lines:
+
+        async def main(lifecycle: Lifecycle) -> None:
+            await app.start(
+                RouterSettings(model=model, router_id=router_id, port=0),
+                lifecycle,
+                bus=server.connect(),
+                clock=clock,
+                log=structlog.get_logger(),
+                registry=Metrics(),
+                entropy=bytes,
+            )
+
+        assert await serve(main, log=structlog.get_logger(), handle_signals=False) == EXIT_FAILED
+    return [f"{line['event']} {line.get('error', '')}" for line in lines]
+
+
+def test_a_second_router_of_an_id_does_not_begin(tmp_path: Path) -> None:
+    """It ends before it serves, and says who has the id and what to change; the first one keeps its record and is not disturbed."""
+    model = write_model(tmp_path / "tiny")
+
+    async def scenario(clock: VirtualClock) -> None:
+        server = MemoryServer(clock)
+        async with _first_router(server, clock):
+            lines = await _start_of(server, clock, model, ROUTER)
+            assert "router_id_taken " in lines
+            (failed,) = [line for line in lines if line.startswith("task_failed")]
+            for part in ("RouterIdTakenError", "router_id: 'router-0'", "the start i1 is at work", "PD_ROUTER_ID"):
+                assert part in failed
+            assert not [line for line in lines if line.startswith("message_refused")]
+            await clock.sleep(2 * ROUTER_TTL_S)
+            entry = await (await server.connect().ensure_bucket(ROUTERS_CONFIG)).get(ROUTER)
+            assert entry is not None
+            assert decode(entry.value, RouterRecord).incarnation == "i1"
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "signs_off", "within_s"),
+    [(("lease", "tokens"), False, 0.1), (("lease", "tokens"), True, 0.1), (("lease",), False, 2 * PUT_EVERY_S)],
+)
+def test_a_router_takes_the_id_of_one_that_is_not_at_work(
+    stopped: tuple[str, ...], signs_off: bool, within_s: float
+) -> None:
+    """At once where the other one was killed or has signed off; where it stands still, once it has put no record for a while."""
+
+    async def scenario(clock: VirtualClock) -> None:
+        server = MemoryServer(clock)
+        async with _first_router(server, clock) as (record, stop):
+            for name in stopped:
+                stop(name)
+            if signs_off:
+                await record.close()
+            await clock.sleep(0.1)
+            began = clock.monotonic()
+            await check_unique(ROUTER, server.connect(), structlog.get_logger())
+            assert clock.monotonic() - began <= within_s
+
+    run_virtual(scenario)
+
+
+def test_a_router_is_not_mistaken_for_one_of_another_id() -> None:
+    """Routers side by side have ids of their own."""
+
+    async def scenario(clock: VirtualClock) -> None:
+        server = MemoryServer(clock)
+        async with _first_router(server, clock):
+            await check_unique("router-1", server.connect(), structlog.get_logger())
+
+    run_virtual(scenario)

@@ -35,6 +35,7 @@ from services.router.interruption import Interruptible
 from services.router.metrics import RouterMetrics
 from services.router.replaying import Replayer
 from services.router.token_inbox import TokenInbox
+from services.router.twin import check_unique
 from tests.simulation.schedule import Ask
 from tests.simulation.silent_metrics import SilentMetrics
 from tests.simulation.verdicts import Verdicts
@@ -138,6 +139,7 @@ async def open_router(  # noqa: PLR0917 - a process's ports
     """What `services.router.app.start` puts together, without HTTP. Raises `BusError`."""
     registry = SilentMetrics()
     metrics = RouterMetrics(registry)
+    await check_unique(router_id, bus, log)
     incarnation = rng.randbytes(8).hex()
     sign = RouterRecord(router_id=router_id, incarnation=incarnation)
     lease = KeptRecord(bus, log, ROUTERS_CONFIG, lambda: (router_id, encode(sign)))

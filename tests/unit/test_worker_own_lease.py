@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 import structlog
 
@@ -13,6 +14,7 @@ from common.runtime.lifecycle import EXIT_LEASE_LAPSED, ServiceEnded
 from common.runtime.virtual_time import VirtualClock, run_virtual
 from common.worker.own_lease import LOOK_EVERY_S, OwnLease
 from common.worker.registration import Registration
+from contracts.codec import encode
 from contracts.workers import WorkerLoad, WorkerRecord, WorkerRole, WorkerState
 
 
@@ -69,6 +71,26 @@ def test_a_worker_that_stood_still_writes_nothing_more() -> None:
         entry = await bucket.get("decode-0")
         assert entry is not None
         assert entry.value == b"of another start"
+
+    run_virtual(scenario)
+
+
+def test_a_worker_that_was_replaced_while_it_was_cut_off_ends() -> None:
+    """It went on all the time, so its own lease tells nothing; it writes nothing over the record of the start in its place."""
+
+    async def scenario(clock: VirtualClock) -> None:
+        bus = MemoryServer(clock).connect()
+        registration = Registration(bus, clock, structlog.get_logger(), _record)
+        bucket = await registration.open()
+        later = encode(msgspec.structs.replace(_record(), incarnation="i2"))
+        await bucket.put("decode-0", later)
+        with pytest.raises(ServiceEnded, match="decode-0: the start i1 gives way to the start i2") as end:
+            await registration.put(bucket)
+        assert end.value.status == EXIT_LEASE_LAPSED
+        await registration.close()
+        entry = await bucket.get("decode-0")
+        assert entry is not None
+        assert entry.value == later
 
     run_virtual(scenario)
 
