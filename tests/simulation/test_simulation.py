@@ -12,7 +12,7 @@ from tests.simulation.simulate import simulate
 NUM_SAMPLED = 20
 NUM_LONG = 100_000
 FIRST_LONG_SEED = 1_000_000
-NUM_SEEDS_TO_FIND = 300
+NUM_SEEDS_TO_FIND = 600
 _QUICK = {"commit with an open ledger", "return memory twice", "hold for ever"}
 
 
