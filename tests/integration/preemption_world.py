@@ -10,11 +10,11 @@ from common.worker.service import WorkerService
 from contracts import subjects
 from contracts.codec import decode
 from contracts.events import EventName, HandoffEvent
-from contracts.handoff import PrefillFinished, RequestEnded, Reserved, RunMixed
+from contracts.handoff import PrefillFinished, RequestEnded, Reserved
 from contracts.pull import PullEnded
 from contracts.requests import Accepted, SamplingParams, TokenFrame
 from contracts.subjects import WorkerVerb
-from tests.integration.worker_world import Mesh
+from tests.integration.worker_world import Mesh, mixed_run
 
 OLDER, YOUNGER = "ra-0", "rb-0"
 AGAIN = "rb-1"
@@ -49,17 +49,12 @@ async def run_mixed(mesh: Mesh, sampling: dict[str, SamplingParams]) -> Outcome:
     """Requests on a mixed worker, to their end."""
     for handoff, params in sampling.items():
         await mesh.send_prompt("mixed", "mixed-0", handoff)
-        message = RunMixed(
+        message = mixed_run(
             handoff_id=handoff,
             request_id=handoff[:2],
-            attempt=0,
-            router_id="router-0",
-            incarnation="i-mixed-0",
-            fence=1,
             num_prompt_tokens=len(mesh.prompt(handoff)[0]),
             prompt_hash=mesh.hash_of(handoff),
             sampling=params,
-            timeout_ms=60_000,
         )
         assert await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, message) == Accepted(handoff_id=handoff)
     return await _outcome(mesh, set(sampling), "mixed-0")

@@ -5,30 +5,19 @@ from common.worker.service import WorkerService
 from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.events import EventName, HandoffEvent
-from contracts.handoff import Released, RequestEnded, RunMixed
+from contracts.handoff import Released, RequestEnded
 from contracts.phases import phases_of, phases_of_prompt
 from contracts.requests import Accepted, CancelWork, SamplingParams
 from contracts.subjects import WorkerVerb
 from services.mixed.service import MixedService
-from tests.integration.worker_world import HANDOFF, HASH, PROMPT, REQUEST, Mesh, in_mesh
+from tests.integration.worker_world import HANDOFF, REQUEST, Mesh, in_mesh, mixed_run
 
 
 async def run(mesh: Mesh, max_tokens: int) -> WorkerService:
     """A mixed worker that has been asked to serve the usual prompt."""
     worker = await mesh.add(MixedService, "mixed-0")
     await mesh.send_prompt("mixed", "mixed-0")
-    message = RunMixed(
-        handoff_id=HANDOFF,
-        request_id=REQUEST,
-        attempt=0,
-        router_id="router-0",
-        incarnation="i-mixed-0",
-        fence=1,
-        num_prompt_tokens=len(PROMPT),
-        prompt_hash=HASH,
-        sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0),
-        timeout_ms=60_000,
-    )
+    message = mixed_run(sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0))
     assert await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, message) == Accepted(handoff_id=HANDOFF)
     return worker
 

@@ -11,7 +11,7 @@ from common.worker.core.effective import effective_of
 from common.worker.settings import PulledRoles
 from contracts.codec import decode
 from contracts.errors import ErrorCode
-from contracts.handoff import PartDone, PrefillFinished, RequestEnded, Reserved, RunMixed
+from contracts.handoff import PartDone, PrefillFinished, RequestEnded, Reserved
 from contracts.links import LinkState
 from contracts.manifest import Role
 from contracts.pull import PullEnded, Transfer
@@ -24,12 +24,11 @@ from services.prefill.service import PrefillService
 from tests.integration.worker_world import (
     EXPECTED,
     HANDOFF,
-    HASH,
     PROMPT,
-    REQUEST,
     SAMPLING,
     Mesh,
     in_mesh,
+    mixed_run,
     pair,
 )
 
@@ -186,18 +185,7 @@ def test_a_mixed_worker_computes_whole_prompts_and_counts_them_so() -> None:
         )
         assert worker.record().max_prompt_tokens == len(PROMPT)
         assert not effective_of(worker.settings, WorkerRole.MIXED).mix_batch
-        message = RunMixed(
-            handoff_id=HANDOFF,
-            request_id=REQUEST,
-            attempt=0,
-            router_id="router-0",
-            incarnation="i-mixed-0",
-            fence=1,
-            num_prompt_tokens=len(PROMPT),
-            prompt_hash=HASH,
-            sampling=SAMPLING,
-            timeout_ms=60_000,
-        )
+        message = mixed_run()
         await mesh.send_prompt("mixed", "mixed-0")
         assert await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, message) == Accepted(handoff_id=HANDOFF)
         assert (await mesh.text())[0] == EXPECTED
@@ -207,18 +195,7 @@ def test_a_mixed_worker_computes_whole_prompts_and_counts_them_so() -> None:
         assert 'pdmesh_worker_steps_total{mode="decode"} 11.0' in text
         assert 'mode="chunk"' not in text
         assert 'mode="mixed"' not in text
-        long = RunMixed(
-            handoff_id="r2-0",
-            request_id="r2",
-            attempt=0,
-            router_id="router-0",
-            incarnation="i-mixed-0",
-            fence=1,
-            num_prompt_tokens=len(PROMPT) + 1,
-            prompt_hash=HASH,
-            sampling=SAMPLING,
-            timeout_ms=60_000,
-        )
+        long = mixed_run(handoff_id="r2-0", request_id="r2", num_prompt_tokens=len(PROMPT) + 1)
         refused = await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, long)
         assert isinstance(refused, Refused)
         assert refused.error.code is ErrorCode.PROMPT_TOO_LONG

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from contracts.errors import ErrorCode
-from contracts.handoff import PrefillFinished, RequestEnded, RunMixed, TakenOver
+from contracts.handoff import PrefillFinished, RequestEnded, TakenOver
 from contracts.requests import Accepted, FinishReason, Refused, ReplayAnswer, ReplayTokens, SamplingParams
 from contracts.subjects import WorkerVerb
 from services.mixed.service import MixedService
-from tests.integration.worker_world import EXPECTED, PROMPT, Mesh, in_mesh, pair
+from tests.integration.worker_world import EXPECTED, PROMPT, Mesh, in_mesh, mixed_run, pair
 
 AGAIN = "r1-1"
 DELIVERED = 5
@@ -74,17 +74,13 @@ def test_a_mixed_worker_goes_on_too_and_refuses_more_than_the_prompt_has(deliver
         mesh.prompts[AGAIN] = (*PROMPT, *EXPECTED[:DELIVERED])
         await mesh.add(MixedService, "mixed-0")
         await mesh.send_prompt("mixed", "mixed-0", AGAIN)
-        message = RunMixed(
+        message = mixed_run(
             handoff_id=AGAIN,
             request_id="r1",
             attempt=1,
-            router_id="router-0",
-            incarnation="i-mixed-0",
-            fence=1,
             num_prompt_tokens=len(PROMPT) + DELIVERED,
             prompt_hash=mesh.hash_of(AGAIN),
             sampling=LEFT,
-            timeout_ms=60_000,
             num_delivered_tokens=delivered,
         )
         answer = await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, message)

@@ -14,14 +14,14 @@ from common.worker.service import WorkerService
 from contracts import subjects
 from contracts.codec import encode
 from contracts.guesses import Guesses
-from contracts.handoff import PrefillFinished, Released, RequestEnded, RunMixed, TakenOver
+from contracts.handoff import PrefillFinished, Released, RequestEnded, TakenOver
 from contracts.rank import StepItem, StepPlan
 from contracts.requests import Accepted, CancelWork, FinishReason, SamplingParams, TokenFrame
 from contracts.subjects import WorkerVerb
 from services.decode.service import DecodeService
 from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
-from tests.integration.worker_world import EXPECTED, HANDOFF, HASH, PROMPT, REQUEST, SAMPLING, Mesh, in_mesh
+from tests.integration.worker_world import EXPECTED, HANDOFF, PROMPT, REQUEST, SAMPLING, Mesh, in_mesh, mixed_run
 
 DEPTH = 3
 STEP_MS = 2.0
@@ -66,18 +66,7 @@ async def mixed(mesh: Mesh, sampling: SamplingParams = SAMPLING, **changes: Any)
 async def ask(mesh: Mesh, sampling: SamplingParams) -> None:
     """Let it serve the usual prompt."""
     await mesh.send_prompt("mixed", "mixed-0")
-    message = RunMixed(
-        handoff_id=HANDOFF,
-        request_id=REQUEST,
-        attempt=0,
-        router_id="router-0",
-        incarnation="i-mixed-0",
-        fence=1,
-        num_prompt_tokens=len(PROMPT),
-        prompt_hash=HASH,
-        sampling=sampling,
-        timeout_ms=60_000,
-    )
+    message = mixed_run(sampling=sampling)
     assert await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, message) == Accepted(handoff_id=HANDOFF)
 
 
@@ -282,18 +271,7 @@ def test_guesses_go_on_where_memory_grows_and_is_taken_back() -> None:
         handoffs = ("ra-0", "rb-0")
         for handoff in handoffs:
             await mesh.send_prompt("mixed", "mixed-0", handoff)
-            message = RunMixed(
-                handoff_id=handoff,
-                request_id=handoff[:2],
-                attempt=0,
-                router_id="router-0",
-                incarnation="i-mixed-0",
-                fence=1,
-                num_prompt_tokens=len(PROMPT),
-                prompt_hash=HASH,
-                sampling=sampling,
-                timeout_ms=60_000,
-            )
+            message = mixed_run(handoff_id=handoff, request_id=handoff[:2], sampling=sampling)
             assert await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, message) == Accepted(handoff_id=handoff)
         told: dict[str, list[int]] = {handoff: [] for handoff in handoffs}
         num_ended = 0

@@ -16,7 +16,6 @@ from contracts.handoff import (
     RequestEnded,
     Reserved,
     ReserveDecode,
-    RunMixed,
     TakenOver,
 )
 from contracts.requests import (
@@ -33,13 +32,13 @@ from services.mixed.service import MixedService
 from tests.integration.worker_world import (
     EXPECTED,
     HANDOFF,
-    HASH,
     PROMPT,
     REQUEST,
     SAMPLING,
     FaultyEngine,
     Mesh,
     in_mesh,
+    mixed_run,
     pair,
 )
 
@@ -120,18 +119,7 @@ def test_a_mixed_worker_gives_the_same_tokens() -> None:
     async def scenario(mesh: Mesh) -> None:
         await mesh.add(MixedService, "mixed-0", tp=2)
         await mesh.send_prompt("mixed", "mixed-0")
-        message = RunMixed(
-            handoff_id=HANDOFF,
-            request_id=REQUEST,
-            attempt=0,
-            router_id="router-0",
-            incarnation="i-mixed-0",
-            fence=1,
-            num_prompt_tokens=len(PROMPT),
-            prompt_hash=HASH,
-            sampling=SAMPLING,
-            timeout_ms=60_000,
-        )
+        message = mixed_run()
         assert await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, message) == Accepted(handoff_id=HANDOFF)
         assert (await mesh.text())[0] == EXPECTED
         assert isinstance(await mesh.heard.get(), RequestEnded)

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from contracts.errors import ErrorCode
-from contracts.handoff import Reserved, RunMixed
+from contracts.handoff import Reserved
 from contracts.manifest import Role
 from contracts.pull import Transfer
 from contracts.requests import Accepted, Refused, SamplingParams, WorkerRef
 from contracts.subjects import WorkerVerb
 from services.mixed.service import MixedService
-from tests.integration.worker_world import HANDOFF, HASH, PROMPT, REQUEST, SAMPLING, Mesh, in_mesh, pair
+from tests.integration.worker_world import HANDOFF, SAMPLING, Mesh, in_mesh, mixed_run, pair
 
 
 @pytest.mark.parametrize(
@@ -103,18 +103,7 @@ def test_a_mixed_run_of_something_else_is_refused(changes: dict[str, Any]) -> No
     async def scenario(mesh: Mesh) -> None:
         service = await mesh.add(MixedService, "mixed-0")
         await mesh.send_prompt("mixed", "mixed-0")
-        run = RunMixed(
-            handoff_id=HANDOFF,
-            request_id=REQUEST,
-            attempt=0,
-            router_id="router-0",
-            incarnation="i-mixed-0",
-            fence=1,
-            num_prompt_tokens=len(PROMPT),
-            prompt_hash=HASH,
-            sampling=SAMPLING,
-            timeout_ms=60_000,
-        )
+        run = mixed_run()
 
         async def ask(**says: Any) -> Any:
             return await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, msgspec.structs.replace(run, **says))

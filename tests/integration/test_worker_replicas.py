@@ -20,7 +20,7 @@ from common.worker.service import WorkerService
 from contracts import subjects
 from contracts.codec import encode
 from contracts.errors import ErrorCode
-from contracts.handoff import PrefillFinished, Reserved, RunMixed, max_granted_blocks
+from contracts.handoff import PrefillFinished, Reserved, max_granted_blocks
 from contracts.links import LinkState
 from contracts.requests import Accepted, CancelWork, Refused, SamplingParams, TokenFrame
 from contracts.subjects import WorkerVerb
@@ -35,13 +35,12 @@ from services.decode.service import DecodeService
 from services.mixed.service import MixedService
 from tests.integration.worker_world import (
     EXPECTED,
-    HASH,
     PROMPT,
-    SAMPLING,
     FaultyEngine,
     Mesh,
     Mute,
     in_mesh,
+    mixed_run,
     pair,
     request_of,
 )
@@ -347,18 +346,7 @@ def test_a_mixed_worker_spreads_its_requests() -> None:
         service = await mesh.add(MixedService, "mixed-0", dp=2)
         for handoff in (A, B):
             await mesh.send_prompt("mixed", "mixed-0", handoff)
-            message = RunMixed(
-                handoff_id=handoff,
-                request_id=request_of(handoff),
-                attempt=0,
-                router_id="router-0",
-                incarnation="i-mixed-0",
-                fence=1,
-                num_prompt_tokens=len(PROMPT),
-                prompt_hash=HASH,
-                sampling=SAMPLING,
-                timeout_ms=60_000,
-            )
+            message = mixed_run(handoff_id=handoff, request_id=request_of(handoff))
             assert await mesh.ask("mixed", "mixed-0", WorkerVerb.RUN, message) == Accepted(handoff_id=handoff)
         assert in_use(service) == [1, 1]
         assert await texts(mesh, (A, B)) == {A: EXPECTED, B: EXPECTED}

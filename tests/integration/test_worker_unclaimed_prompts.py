@@ -14,12 +14,21 @@ from common.worker.service import SWEEP_EVERY_S, WorkerService
 from common.worker.unclaimed_prompts import MAX_QUESTIONS
 from contracts.codec import encode
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.handoff import PrefillFinished, Reserved, RunMixed
+from contracts.handoff import PrefillFinished, Reserved
 from contracts.requests import Accepted, FinishReason, Refused, TokenFrame
 from contracts.subjects import WorkerVerb
 from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
-from tests.integration.worker_world import EXPECTED, HANDOFF, HASH, PROMPT, REQUEST, SAMPLING, Mesh, in_mesh, pair
+from tests.integration.worker_world import (
+    EXPECTED,
+    HANDOFF,
+    PROMPT,
+    REQUEST,
+    Mesh,
+    in_mesh,
+    mixed_run,
+    pair,
+)
 
 ROUND_S = UNCLAIMED_S + SWEEP_EVERY_S + ASK_S
 """By when a prompt has been asked about, and dropped if it is to be."""
@@ -35,18 +44,7 @@ ENDED = TokenFrame(
     final=True,
     error=ErrorInfo(code=ErrorCode.WORKER_LOST, message="prefill-0 was cut off"),
 )
-RUN_MIXED = RunMixed(
-    handoff_id=HANDOFF,
-    request_id=REQUEST,
-    attempt=0,
-    router_id="router-0",
-    incarnation="i-mixed-0",
-    fence=1,
-    num_prompt_tokens=len(PROMPT),
-    prompt_hash=HASH,
-    sampling=SAMPLING,
-    timeout_ms=60_000,
-)
+RUN_MIXED = mixed_run()
 
 
 @pytest.mark.parametrize(("outcome", "reason"), [(UNKNOWN, "unknown"), (ENDED, "ended")], ids=["unknown", "ended"])

@@ -40,6 +40,7 @@ from contracts.handoff import (
     RequestEnded,
     Reserved,
     ReserveDecode,
+    RunMixed,
     RunPrefill,
     TakenOver,
 )
@@ -70,6 +71,23 @@ EXPECTED = [fake_token(9, position) for position in range(len(PROMPT), len(PROMP
 def request_of(handoff: str) -> str:
     """The request of a first attempt."""
     return handoff.removesuffix("-0")
+
+
+def mixed_run(**changes: Any) -> RunMixed:
+    """What asks the mixed worker `mixed-0` to serve the usual prompt."""
+    values: dict[str, Any] = {
+        "handoff_id": HANDOFF,
+        "request_id": REQUEST,
+        "attempt": 0,
+        "router_id": "router-0",
+        "incarnation": "i-mixed-0",
+        "fence": 1,
+        "num_prompt_tokens": len(PROMPT),
+        "prompt_hash": HASH,
+        "sampling": SAMPLING,
+        "timeout_ms": 60_000,
+    }
+    return RunMixed(**(values | changes))
 
 
 class FaultyEngine(FakeEngine):
