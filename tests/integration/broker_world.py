@@ -51,6 +51,8 @@ from contracts.workers import (
     WorkerRole,
 )
 from services.broker.app import open_broker
+from services.broker.core.deadline_text import write_deadline
+from services.broker.core.messages import first_record
 from services.broker.edges import BrokerEdges
 from services.broker.service import Broker
 from services.broker.settings import BrokerSettings
@@ -282,6 +284,20 @@ class World:
             decode(stored.data, HandoffEvent)
             async for stored in self.bus.read_stream(subjects.EVENTS_STREAM, subjects.EVENTS_FILTER)
         ]
+
+
+def left_by_another(world: World, **changes: Any) -> HandoffRecord:
+    """The first record of a handoff, as a broker that is gone wrote it."""
+    deadline_at = write_deadline(world.clock.wall_time() + 60)
+    return first_record(world.submit_request(**changes), fence=1, deadline_at=deadline_at)
+
+
+async def next_broker(world: World) -> None:
+    """The broker dies without a word, and another one begins."""
+    await world.stop_broker()
+    for worker in (world.prefill, world.decode):
+        worker.heard.clear()
+    await world.start_broker()
 
 
 def in_world(scenario: Callable[[World, MemoryServer], Awaitable[None]], **settings: Any) -> None:

@@ -148,7 +148,7 @@ MUTANTS: Final = (
         file="services/broker/performer.py",
         before="            self._on_unheard(worker)",
         after="            pass",
-        tests=("tests/integration/test_broker_adoption.py",),
+        tests=("tests/integration/test_broker_surveys.py",),
     ),
     Mutant(
         name="yield to what a frozen broker took on",

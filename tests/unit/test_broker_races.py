@@ -21,6 +21,7 @@ PULLS = "unit/test_broker_pull_steps.py"
 SHELL = "integration/test_broker_shell.py"
 TERMS = "integration/test_broker_leadership.py"
 ADOPTION = "integration/test_broker_adoption.py"
+SURVEYS = "integration/test_broker_surveys.py"
 WITH_WORKERS = "integration/test_broker_with_workers.py"
 PREEMPTION = "integration/test_worker_preemption.py"
 WORKER = "integration/test_worker_handoff.py"
@@ -39,7 +40,7 @@ RACES: dict[str, tuple[str, ...]] = {
     "an acceptance that comes after the end": (f"{STEPS}::test_an_acceptance_after_the_end_is_answered_by_a_release",),
     "orphaned reserve": (
         f"{ADOPTION}::test_a_handoff_goes_on_whose_record_is_behind",
-        f"{ADOPTION}::test_what_a_worker_holds_for_nobody_is_taken_back",
+        f"{SURVEYS}::test_what_a_worker_holds_for_nobody_is_taken_back",
         f"{WORKER}::test_memory_that_nobody_releases_comes_back_after_the_deadline",
     ),
     "failover before the commit": (
