@@ -119,9 +119,10 @@ class Ping(Versioned, frozen=True, kw_only=True, tag="ping"):
 
 
 class Pong(Versioned, frozen=True, kw_only=True, tag="pong"):
-    """It is there."""
+    """It is there. `max_timeout_ms` is the longest time that it lets a request have."""
 
     broker_id: Token
+    max_timeout_ms: Milliseconds
 
 
 class Accepted(Versioned, frozen=True, kw_only=True, tag="accepted"):

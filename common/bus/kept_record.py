@@ -62,7 +62,7 @@ class KeptRecord:
         while True:
             try:
                 async with asyncio.timeout(PUT_EVERY_S):
-                    await self._changed.wait()
+                    await self._wait_for_a_reason()
             except TimeoutError:
                 pass
             self._changed.clear()
@@ -73,6 +73,13 @@ class KeptRecord:
             except TimeoutError:
                 self._log.info("record_delayed", bucket=self._config.name, error_code=ErrorCode.BUS_UNAVAILABLE)
                 self._changed.set()  # at once, once more
+
+    async def _wait_for_a_reason(self) -> None:
+        """Who was cut off looks for its record as soon as it is back: another start may answer for it by then."""
+        if self._bus.is_connected:
+            await self._changed.wait()
+        else:
+            await self._bus.reconnected(self._bus.reconnects)
 
     async def put(self, bucket: Bucket) -> None:
         """Put the record now: the first time over whatever is there, then only over our own.

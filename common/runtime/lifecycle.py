@@ -2,7 +2,8 @@
 
 STARTING  `main` runs. It opens what the service needs, registers how to drain and to close it, and returns when ready.
 READY     Tasks of the root group work until the first SIGTERM or SIGINT, `request_drain`, or a failure.
-DRAINING  The drain callbacks run in the order of registration, all together within the drain timeout.
+DRAINING  The drain callbacks run in the order of registration, all together within the drain timeout. Where that cuts one short, those
+          after it have a last second together.
 STOPPED   Remaining tasks are cancelled, then the close callbacks run in reverse order, each within its own bound.
 
 A failed start, a failed task and a second signal go to STOPPED without draining. Close callbacks always run, once each.
@@ -10,6 +11,7 @@ A failed start, a failed task and a second signal go to STOPPED without draining
 
 import asyncio
 import signal
+from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from typing import Any, Final, Protocol
@@ -28,6 +30,7 @@ EXIT_QUARANTINED: Final = 4
 CLOSE_TIMEOUT_S: Final = 5.0
 """How long one close callback may take."""
 _HURRIED_CLOSE_TIMEOUT_S: Final = 0.5
+_LAST_STEPS_S: Final = 1.0
 
 Callback = Callable[[], Awaitable[object]]
 
@@ -149,10 +152,18 @@ class Lifecycle:
             self._log.info("service_ready")
 
     async def _drain(self) -> None:
+        steps = deque(self._drains)
+        await self._take(steps, self._drain_timeout_s)
+        if steps and not self._hurried:
+            await self._take(steps, _LAST_STEPS_S)
+
+    async def _take(self, steps: deque[tuple[str, Callback]], timeout_s: float) -> None:
+        """Take one step after the other out, and run it. Those that the time does not suffice for are left in."""
         name = ""
         try:
-            async with asyncio.timeout(self._drain_timeout_s) as self._drain_scope:
-                for name, callback in self._drains:
+            async with asyncio.timeout(timeout_s) as self._drain_scope:
+                while steps:
+                    name, callback = steps.popleft()
                     try:
                         await callback()
                     except Exception as error:  # noqa: BLE001 - logged; the others are still owed their turn
@@ -160,7 +171,7 @@ class Lifecycle:
                         self._log.error("drain_step_failed", step=name, error=repr(error))
         except TimeoutError:
             self._failed = True
-            self._log.error("drain_cut_short", step=name, timeout_s=self._drain_timeout_s)
+            self._log.error("drain_cut_short", step=name, timeout_s=timeout_s)
         finally:
             self._drain_scope = None
 

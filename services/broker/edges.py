@@ -89,7 +89,7 @@ class BrokerEdges:
 
     async def _ping(self, data: bytes) -> msgspec.Struct:
         decode(data, Ping)
-        return Pong(broker_id=self._broker.broker_id)
+        return Pong(broker_id=self._broker.broker_id, max_timeout_ms=self._broker.max_timeout_ms)
 
     async def _cancel(self, data: bytes) -> msgspec.Struct:
         return await self._broker.cancel(decode(data, CancelRequest))

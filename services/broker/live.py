@@ -85,8 +85,7 @@ class LiveHandoffs:
         self._in_flight: dict[str, Live] = {}
         self._latest: dict[str, Live] = {}
         self._ended: deque[tuple[float, str]] = deque()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._over: dict[str, asyncio.Event] = {}
 
     def __iter__(self) -> Iterator[Live]:
         """Over those that are in flight at this moment: more may come meanwhile. Whoever looks often spares the many that ended."""
@@ -112,14 +111,14 @@ class LiveHandoffs:
         latest = self._latest.get(record.request_id)
         if latest is None or latest.handoff.record.attempt < record.attempt:
             self._latest[record.request_id] = live
-        self._idle.clear()
 
     def ended(self, live: Live, now: float) -> None:
         """Note that nothing more will follow. Once for each."""
         del self._in_flight[live.handoff.handoff_id]
         self._ended.append((now, live.handoff.handoff_id))
-        if not self.num_in_flight:
-            self._idle.set()
+        over = self._over.pop(live.handoff.handoff_id, None)
+        if over is not None:
+            over.set()
 
     def expire(self, now: float) -> None:
         """Forget those that ended too long ago, and the oldest of too many."""
@@ -129,6 +128,8 @@ class LiveHandoffs:
             if self._latest.get(request_id) is live:
                 del self._latest[request_id]
 
-    async def wait_idle(self) -> None:
-        """Until none is in flight. The caller has the time."""
-        await self._idle.wait()
+    async def wait_ended(self) -> None:
+        """Until none of those is in flight that are now. The caller has the time."""
+        for handoff_id in tuple(self._in_flight):
+            if handoff_id in self._in_flight:
+                await self._over.setdefault(handoff_id, asyncio.Event()).wait()

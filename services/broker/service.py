@@ -159,6 +159,11 @@ class Broker:
         return self._settings.broker_id
 
     @property
+    def max_timeout_ms(self) -> int:
+        """How long a request may last at most: no request outlives its record."""
+        return round(self._settings.record_ttl_s * 1e3)
+
+    @property
     def num_in_flight(self) -> int:
         """Handoffs that have not ended, or whose memory is not back everywhere."""
         return self._handoffs.num_in_flight
@@ -205,7 +210,7 @@ class Broker:
             submit,
             is_replaced=self.workers.is_replaced,
             is_gone=self.workers.is_gone,
-            longest_ms=round(self._settings.record_ttl_s * 1e3),
+            max_timeout_ms=self.max_timeout_ms,
         )
 
     def _begin(self, submit: SubmitRequest, plan: PairPlan, deadline: Deadline) -> Live:
@@ -321,11 +326,12 @@ class Broker:
             self._handoffs.expire(now)
 
     async def drain(self) -> None:
-        """Wait until everything has ended and been released.
+        """Wait until everything that is in flight now has ended and been released.
 
         What comes meanwhile is taken: nobody else may take it before the lease is given back, and whoever leads then goes on with it.
+        It is not waited for: under load there would always be something.
         """
-        await self._handoffs.wait_idle()
+        await self._handoffs.wait_ended()
 
     def _keep(
         self,

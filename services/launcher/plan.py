@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -187,6 +187,7 @@ class _Planner:
         known = self._with_cautions([worker for worker in workers if worker is not None])
         self._check_models([router, *workers])
         self._check_pairs()
+        self._check_times(brokers, router)
         self._check_replicas(launcher, [service for service in (*brokers, router, *known) if service is not None])
         self._check_ports([service for service in (*brokers, router, *known) if service is not None])
         plan = None
@@ -288,6 +289,15 @@ class _Planner:
         for model in sorted(models):
             if not (Path(model) / "config.json").is_file():
                 self._problem("--model", model, "a directory with a checkpoint: config.json is not there")
+
+    def _check_times(self, brokers: Sequence[ServicePlan], router: ServicePlan | None) -> None:
+        """A broker refuses what would outlive its record."""
+        if router is None or not brokers:
+            return
+        lasts_s, kept_s = router.settings.value.request_timeout_s, brokers[0].settings.value.record_ttl_s
+        if lasts_s > kept_s:
+            rule = f"at most broker.record_ttl_s, {kept_s:g}: no request outlives its record; change one of the two"
+            self._problem("router.request_timeout_s", f"{lasts_s:g}", rule)
 
     def _check_replicas(self, launcher: ServicePlan | None, services: list[ServicePlan]) -> None:
         """A server of the launcher's own is alone, and what is kept is kept alike for all."""

@@ -135,7 +135,7 @@ class Endpoints:
             lacking.append(f"the router is {State.DRAINING if self.admission.draining else self.lifecycle.state}")
         if not self.fleet.is_connected:
             lacking.append("the router has no connection to the bus")
-        if broker_problem := await self.fleet.broker_problem():
+        if broker_problem := await self.fleet.broker_problem(self.settings.request_timeout_s):
             lacking.append(broker_problem)
         lacking += missing(self.fleet.view(), model=self.model.name, expected=self.settings.expected_workers)
         state = NOT_READY if lacking and self.lifecycle.state is State.READY else self.lifecycle.state

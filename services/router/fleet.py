@@ -78,13 +78,17 @@ class Fleet:
             return MeshView(self._workers.known, self._links.known)
         return MeshView(self._workers.alive(now), self._links.alive(now))
 
-    async def broker_problem(self) -> str:
-        """Why the broker would not take a request now; empty when it would."""
+    async def broker_problem(self, request_timeout_s: float) -> str:
+        """Why the broker would not take a request that lasts so long now; empty when it would."""
         try:
             reply = await self._bus.request(broker_rpc(BrokerVerb.PING), encode(Ping()), timeout=PING_TIMEOUT_S)
-            decode(reply.data, Pong)
+            longest_s = decode(reply.data, Pong).max_timeout_ms / 1e3
         except PdmeshError as error:
             return f"the broker does not answer: {error.message}"
+        if request_timeout_s > longest_s:
+            return (
+                f"request_timeout_s {request_timeout_s:g} is more than the {longest_s:g} of the broker's record_ttl_s"
+            )
         return ""
 
 

@@ -59,7 +59,7 @@ BUS_MESSAGES: Final[tuple[Versioned, ...]] = (
     ),
     requests.CancelWork(handoff_id="r1-0"),
     requests.Ping(),
-    requests.Pong(broker_id="broker-0"),
+    requests.Pong(broker_id="broker-0", max_timeout_ms=3_600_000),
     requests.Accepted(handoff_id="r1-0"),
     requests.Refused(handoff_id="r1-0", error=ERROR),
     requests.ReplayTokens(handoff_id="r1-0", index=17, ended=True),

@@ -167,6 +167,7 @@ class Mesh:
         self.frames: dict[str, dict[int, PromptFrame]] = {}
         self.submits: list[SubmitRequest] = []
         self.broker_answers = True
+        self.max_timeout_ms = 3_600_000
         self.cancels: list[CancelRequest] = []
         self.hints: list[tuple[str, CancelWork]] = []
         self.hold_prompts: asyncio.Event | None = None
@@ -263,7 +264,7 @@ class Mesh:
         elif verb in {"replay", "outcome"}:
             await self._replayed(message)
         elif verb == "ping" and self.broker_answers:
-            await message.respond(encode(Pong(broker_id="broker-0")))
+            await message.respond(encode(Pong(broker_id="broker-0", max_timeout_ms=self.max_timeout_ms)))
         self._changed.set()
 
     async def _replayed(self, message: Message) -> None:

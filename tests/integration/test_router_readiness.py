@@ -89,6 +89,17 @@ async def test_ready_means_that_the_broker_would_take_a_request(tmp_path: Path) 
         assert [text.partition(":")[0] for text in answer["missing"]] == ["the broker does not answer"]
 
 
+async def test_ready_means_that_the_broker_lets_requests_last_as_long(tmp_path: Path) -> None:
+    """Where it would refuse each of them, that is seen before the first one comes."""
+    async with router_world(tmp_path, request_timeout_s=600.0) as world:
+        world.mesh.max_timeout_ms = 600_000
+        assert (await world.get("/ready"))[0] == 200
+        world.mesh.max_timeout_ms = 599_999
+        status, answer = await world.get("/ready")
+        reason = "request_timeout_s 600 is more than the 599.999 of the broker's record_ttl_s"
+        assert (status, answer["missing"]) == (503, [reason])
+
+
 async def test_tokenize_and_detokenize_agree(tmp_path: Path) -> None:
     """There and back, for text and for conversations; special tokens are shown."""
     async with router_world(tmp_path) as world:

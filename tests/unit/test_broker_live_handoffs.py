@@ -71,18 +71,23 @@ async def test_of_too_many_that_ended_the_oldest_go() -> None:
     assert in_flight(handoffs) == "45"
 
 
-async def test_idle_is_when_none_is_in_flight() -> None:
-    """Those that are merely remembered do not hold up a drain."""
+async def test_the_end_of_those_in_flight_is_waited_for() -> None:
+    """Neither those that are merely remembered nor those that come meanwhile hold up a drain, in whatever order they end."""
     handoffs = LiveHandoffs(keep_ended_s=1000, max_ended=2)
     async with asyncio.timeout(5):
-        await handoffs.wait_idle()
-        only = live("a")
-        handoffs.add(only)
+        await handoffs.wait_ended()
+        first, second = live("a"), live("b")
+        handoffs.add(first)
+        handoffs.add(second)
         async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(handoffs.wait_idle(), name="waiting")
+            waiting = [group.create_task(handoffs.wait_ended(), name=f"waiting-{number}") for number in range(2)]
             await asyncio.sleep(0)
-            assert not waiting.done()
-            handoffs.ended(only, 1.0)
+            handoffs.add(live("c"))
+            handoffs.ended(second, 1.0)
+            await asyncio.sleep(0)
+            assert not any(each.done() for each in waiting)
+            handoffs.ended(first, 1.0)
+        assert in_flight(handoffs) == "c"
 
 
 async def test_handoffs_may_come_while_all_are_told_something() -> None:

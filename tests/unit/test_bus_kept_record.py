@@ -55,6 +55,7 @@ def test_a_put_without_an_answer_is_made_again_before_the_record_expires() -> No
             """A bus with that bucket."""
 
             replicas = 1
+            is_connected = True
 
             async def ensure_bucket(self, config: Any) -> Bucket:
                 """The bucket."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import pytest
 import structlog
 
-from common.bus.errors import BusTimeout
+from common.bus.errors import BusTimeout, BusUnavailable
 from common.bus.kept_record import PUT_EVERY_S, KeptRecord
 from common.bus.memory import MemoryServer
 from common.bus.port import Bucket, BucketConfig, Bus, Entry
@@ -34,10 +34,33 @@ class Line:
         self._bus = server.connect()
         self._bucket: Bucket | None = None
         self.is_cut = False
+        self.reconnects = 0
+        self._connected = asyncio.Event()
+        self._connected.set()
         self.loses_answer: Callable[[], bool] = lambda: False
         self.told: list[Entry | None] = []
         """What the next reads are told, by a server that is behind."""
         self.num_told = 0
+
+    @property
+    def is_connected(self) -> bool:
+        """See `port.Bus.is_connected`: whoever is merely cut does not know."""
+        return self._connected.is_set()
+
+    def lose(self) -> None:
+        """Lose the connection, and know it."""
+        self._connected.clear()
+
+    def come_back(self) -> None:
+        """Be connected again."""
+        self.reconnects += 1
+        self._connected.set()
+
+    async def reconnected(self, after: int) -> int:
+        """See `port.Bus.reconnected`."""
+        while self.reconnects <= after:
+            await self._connected.wait()
+        return self.reconnects
 
     async def ensure_bucket(self, config: BucketConfig) -> Bucket:
         """Itself, as the bucket."""
@@ -73,6 +96,8 @@ class Line:
 
     async def _over(self, act: Callable[[Bucket], Coroutine[Any, Any, T]], *, writes: bool = False) -> T:
         assert self._bucket is not None
+        if not self.is_connected:
+            raise BusUnavailable("not connected", maybe_done=False)
         if self.is_cut:
             await asyncio.sleep(5.0)
             raise BusTimeout("no answer")
@@ -178,6 +203,24 @@ def test_a_start_that_was_cut_off_and_replaced_gives_way_when_it_comes_back() ->
         assert list(mesh.ends) == ["i1"]
         assert set(mesh.history) == {"i2"}
         await mesh.records["i1"].close()
+        assert await mesh.holder() == "i2"
+
+    in_mesh(scenario)
+
+
+def test_who_is_connected_again_looks_for_its_record_at_once() -> None:
+    """Until it has looked, both starts answer whatever is said to their id."""
+
+    async def scenario(mesh: Mesh) -> None:
+        line = await mesh.start("i1")
+        await mesh.clock.sleep(2.5 * PUT_EVERY_S)
+        line.lose()
+        await mesh.clock.sleep(ROUTER_TTL_S)
+        await mesh.start("i2")
+        await mesh.clock.sleep(PUT_EVERY_S)
+        line.come_back()
+        await mesh.clock.sleep(0.01)
+        assert list(mesh.ends) == ["i1"]
         assert await mesh.holder() == "i2"
 
     in_mesh(scenario)

@@ -24,6 +24,7 @@ class _Router(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     expected_workers: tuple[str, ...] = ()
+    request_timeout_s: float = 600.0
 
 
 class _Broker(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,7 @@ class _Broker(msgspec.Struct, frozen=True, kw_only=True):
     broker_id: str = "broker-0"
     nats_url: str = ""
     drain_timeout_s: float = 30.0
+    record_ttl_s: float = 3600.0
     admin_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     admin_host: str = "127.0.0.1"
 
@@ -102,6 +104,14 @@ def test_a_fixed_port_for_two_services_is_refused(model: str) -> None:
     assert problem.startswith("router port, prefill-0 admin_port = 8000: ")
     elsewhere = (("prefill", "admin_port=9100"), ("decode", "admin_port=9100,admin_host=127.0.0.2"))
     assert len(_plan(model, *elsewhere).workers) == 2
+
+
+def test_requests_that_would_outlive_their_records_are_refused(model: str) -> None:
+    """The broker would refuse each of them; exactly as long is taken."""
+    rule = "at most broker.record_ttl_s, 3600: no request outlives its record; change one of the two"
+    overrides = ("router.request_timeout_s=7200", "brokers=2")
+    assert _problems(model, overrides=overrides) == [f"router.request_timeout_s = 7200: {rule}"]
+    assert len(_plan(model, overrides=(*overrides, "broker.record_ttl_s=7200")).brokers) == 2
 
 
 def test_workers_are_numbered_by_role(model: str) -> None:

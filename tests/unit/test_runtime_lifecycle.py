@@ -201,6 +201,27 @@ def test_a_drain_is_bounded_and_a_broken_step_does_not_stop_the_others() -> None
     ]
 
 
+def test_what_comes_after_a_step_that_is_cut_short_has_its_turn() -> None:
+    """Events are still sent where requests took all of the time; a second signal spares that, too."""
+    trace: list[str] = []
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    async def main(lifecycle: Lifecycle) -> None:
+        lifecycle.on_drain("requests", hang)
+        steps(trace, lifecycle, "events")
+        lifecycle.on_drain("hang", hang)
+        steps(trace, lifecycle, "never")
+        lifecycle.request_drain("test")
+        await asyncio.sleep(0.1)
+
+    status, events = live(main, drain_timeout_s=2.0)
+    assert status == 1
+    assert trace == ["drain events draining", "close never stopped", "close events stopped"]
+    assert events == ["drain_requested", "drain_cut_short", "drain_cut_short", "service_stopped"]
+
+
 def test_a_service_may_declare_that_it_cannot_go_on() -> None:
     """`fail` stops without draining, status 1."""
     trace: list[str] = []

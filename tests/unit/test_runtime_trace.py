@@ -125,7 +125,7 @@ async def test_messages_answers_and_events_carry_the_trace() -> None:
 
     async def pong(_: bytes) -> Pong:
         events.publish(EventName.REQUEST_SUBMITTED, handoff_id="r1-0", request_id="r1")
-        return Pong(broker_id="broker-0")
+        return Pong(broker_id="broker-0", max_timeout_ms=1)
 
     async with asyncio.TaskGroup() as group:
         read = await RpcEdge(callee, group, structlog.get_logger()).serve("pd.v1.rpc.broker.0.*", {"ping": pong})

@@ -14,7 +14,7 @@ def check_submit(
     *,
     is_replaced: Callable[[WorkerRef], bool],
     is_gone: Callable[[WorkerRef], bool],
-    longest_ms: int,
+    max_timeout_ms: int,
 ) -> None:
     """Raise `PdmeshError` that names the field at fault.
 
@@ -38,9 +38,10 @@ def check_submit(
     ):
         if value < 1:
             raise InvalidValueError(field=field, value=value, rule="1 or more")
-    if submit.timeout_ms > longest_ms:
-        rule = f"at most {longest_ms}, the record_ttl_s of the broker: no record outlives that"
-        raise InvalidValueError(field="timeout_ms", value=submit.timeout_ms, rule=rule)
+    if submit.timeout_ms > max_timeout_ms:
+        rule = f"at most {max_timeout_ms}, the record_ttl_s of the broker: no request outlives its record"
+        text = f"timeout_ms: {submit.timeout_ms} is not allowed; the rule is: {rule}; lower request_timeout_s of the router"
+        raise PdmeshError(text, code=ErrorCode.INTERNAL)  # no client has a say in that
     if submit.num_delivered_tokens >= submit.num_prompt_tokens:
         rule = f"less than num_prompt_tokens, {submit.num_prompt_tokens}: they are the end of the prompt"
         raise InvalidValueError(field="num_delivered_tokens", value=submit.num_delivered_tokens, rule=rule)
