@@ -30,7 +30,7 @@ class RefusedError(Exception):
 
 
 class StaleError(RefusedError):
-    """The reason is its grant, which is not, or no longer, the one in its cells."""
+    """The reason is its grant: not, or no longer, the one in its cells, or shown without its secret. The connection is sound."""
 
     def __init__(self, text: str = STALE) -> None:
         super().__init__(text)
@@ -174,7 +174,7 @@ class TcpRegion:
         if generation != grant.generation or not cells.all_hold(grant.generation):
             raise StaleError
         if not hmac.compare_digest(secret, grant.secret):
-            raise RefusedError("the grant's secret is not the one that it was opened with")
+            raise StaleError("the grant's secret is not the one that it was opened with")
         if cells.cells is grant.cells:  # prepared just now; kept only for those who were let in
             if len(self._checks) >= _MOST_CHECKS:
                 self._checks.clear()

@@ -64,7 +64,7 @@ class Status(enum.IntEnum):
     DONE = 0
     FAILED = 1
     STALE = 2
-    """It failed because its grant is not, or no longer, the one in its cells."""
+    """It failed because its grant is not, or no longer, the one in its cells, or came without its secret."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.worker.core.doubts import MAX_FAILED_IN_A_ROW
 from common.worker.settings import PulledRoles
 from contracts import subjects
 from contracts.codec import decode
@@ -19,6 +20,7 @@ from contracts.manifest import Role
 from contracts.pull import Transfer
 from contracts.subjects import WorkerVerb
 from contracts.workers import SettingChanged, SetWorker
+from services.decode.service import DecodeService
 from tests.integration.pull_ranks import NUM_TOKENS, PROMPTS, SLOTS, ranks_mesh
 
 STATES = {Role.CONV, Role.SSM}
@@ -122,13 +124,19 @@ async def test_grants_to_read_that_are_not_good_any_more_are_refused_by_the_rank
 
 
 async def test_a_grant_to_read_over_tcp_needs_its_secret(tmp_path: Path) -> None:
-    """Whoever reaches the port and guesses everything else reads nothing."""
+    """Whoever reaches the port and guesses everything else reads nothing; pulls with forged grants do not undo a sound link."""
     async with ranks_mesh(tmp_path, transport=Transport.TCP, transfer=Transfer.PULL) as world:
         _, finished = await world.compute("r0-0", PROMPTS[2])
         assert finished.source is not None
-        for lock, secret in enumerate(("00" * 16, ""), start=1):
-            ended = await world.pull("r0-0", _with(finished.source, secret=secret), lock)
-            assert ended.error is not None, secret
+        decode_service = world.mesh.services["decode-0"]
+        assert isinstance(decode_service, DecodeService)
+        link = decode_service._sources._sources["prefill-0"]
+        for lock in range(MAX_FAILED_IN_A_ROW):
+            ended = await world.pull("r0-0", _with(finished.source, secret=("00" * 16, "")[lock % 2]), lock + 1)
+            assert ended.error is not None
+            assert (ended.error.code, "secret" in ended.error.message) == (ErrorCode.TRANSFER_FAILED, True)
+        assert decode_service._sources._sources == {"prefill-0": link}
+        assert link.is_linked
         assert (await world.pull("r0-0", finished.source, 9)).error is None
         assert await world.tokens("r0-0", finished) == list(PROMPTS[2].output_ids[:NUM_TOKENS])
         await world.release("r0-0")

@@ -88,14 +88,18 @@ WRONG_SECRETS = (b"", b"\xff" + GRANT.secret[1:], GRANT.secret[:-1], bytes(16))
 
 @pytest.mark.parametrize("secret", WRONG_SECRETS, ids=["none", "first byte", "short", "zeros"])
 def test_a_wrong_secret_opens_nothing_where_secrets_are_checked(bench: Bench, secret: bytes) -> None:
-    """A caller who knows everything but the secret neither writes nor reads; a holder of the memory itself need not show one."""
+    """A caller who knows everything but the secret neither writes nor reads; a holder of the memory itself need not show one.
+
+    What is wrong is the grant, as with one that was never given: nothing is held against the connection.
+    """
     grant = msgspec.structs.replace(GRANT, secret=secret)
     before = bytes(bench.source.data)
     results = (bench.write([GOOD], grant), bench.remote.read([GOOD], bench.source, grant, soon()))
     if not bench.owner.capabilities.checks_secret:
         assert [result.outcome for result in results] == [Outcome.DONE] * 2
         return
-    assert [(result.outcome, result.nbytes) for result in results] == [(Outcome.FAILED_QUIESCED, 0)] * 2
+    expected = (Outcome.FAILED_QUIESCED, 0, True)
+    assert [(result.outcome, result.nbytes, result.is_stale) for result in results] == [expected] * 2
     assert bench.untouched()
     assert bytes(bench.source.data) == before
     assert bench.write([GOOD]).outcome is Outcome.DONE
