@@ -50,8 +50,7 @@ from tests.integration.lease_holder import LeaseHolder
 
 ROUTER = "router-0"
 NUM_OUTPUT_TOKENS = 6
-
-
+KINDS: tuple[type[WorkerService], ...] = (PrefillService, DecodeService, MixedService)
 TP: Mapping[type[WorkerService], int] = {PrefillService: 2, DecodeService: 1, MixedService: 1}
 """Ranks of a replica, unless a test says otherwise."""
 
@@ -59,7 +58,8 @@ TP: Mapping[type[WorkerService], int] = {PrefillService: 2, DecodeService: 1, Mi
 class Mesh:
     """Three workers and a broker, and a router that asks and listens. `dp` has the replicas of workers that have several.
 
-    `tp` are the ranks of a replica; `decode` are settings of the decode worker, `everybody` of all workers.
+    `tp` are the ranks of a replica; `decode` are settings of the decode worker, `everybody` of all workers, and `broker` of the broker.
+    Without `has_mixed` there are two workers. A step of an engine takes `step_s`.
     """
 
     def __init__(
@@ -72,7 +72,13 @@ class Mesh:
         *,
         tp: Mapping[type[WorkerService], int] = TP,
         everybody: Mapping[str, Any] | None = None,
+        broker: Mapping[str, Any] | None = None,
+        has_mixed: bool = True,
+        step_s: float = 0.002,
     ) -> None:
+        self.kinds = KINDS if has_mixed else KINDS[:2]
+        self.step_s = step_s
+        self.broker_settings = BrokerSettings(**({"call_timeout_s": 0.3} | dict(broker or {})))
         self.dp = dp
         self.tp = tp
         self.settings = {"num_slots": 32, "reserve_wait_s": 30.0} | dict(everybody or {})
@@ -91,7 +97,7 @@ class Mesh:
         """Start everybody and wait for the link."""
         tokens = await self.bus.subscribe(subjects.tokens_filter(ROUTER))
         self.group.create_task(self._read(tokens))
-        for kind in (PrefillService, DecodeService, MixedService):
+        for kind in self.kinds:
             await self._add(kind, self.tp[kind], self.dp.get(kind, 1))
         await self.start_broker()
         self.group.create_task(self.lease.run(), name="lease")
@@ -121,7 +127,7 @@ class Mesh:
     async def _lead(self, begun: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
             self.broker, _ = await open_broker(
-                BrokerSettings(call_timeout_s=0.3),
+                self.broker_settings,
                 bus=self.server.connect(),
                 clock=self.clock,
                 log=structlog.get_logger(),
@@ -156,7 +162,7 @@ class Mesh:
                 num_staging_rows=settings.staging_rows_of(kind.role),
                 drafter=settings.drafter_of(kind.role),
                 num_speculative_tokens=settings.depth_of(kind.role),
-                step_s=0.002,
+                step_s=self.step_s,
             )
             for dp_rank in range(dp)
         ]

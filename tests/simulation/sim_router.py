@@ -99,6 +99,11 @@ class SimulatedRouter:
         self._rng = rng
 
     @property
+    def generator(self) -> Generator:
+        """What serves its requests."""
+        return self._generator
+
+    @property
     def has_route(self) -> bool:
         """Whether a request could be placed now."""
         return any(True for _ in candidates(self._generator.fleet.view(), model=MODEL))
