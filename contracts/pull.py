@@ -22,7 +22,7 @@ class Transfer(StrEnum):
 
 
 class ShardState(StrEnum):
-    """Where the pull of one shard is."""
+    """Where the pull of one shard is. At the begin of a pull all of its shards are waiting."""
 
     WAITING = "waiting"
     PULLING = "pulling"

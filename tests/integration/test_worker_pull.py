@@ -120,6 +120,29 @@ def test_shards_are_read_side_by_side_or_one_after_the_other(parallel: bool, wai
     in_mesh(scenario)
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_while_shards_are_read_each_is_said_to_wait_or_to_be_read(parallel: bool) -> None:
+    """The broker hears of all shards from the begin on: one by one the second waits as long as the first is read."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await pulling_pair(mesh, parallel_shard_pull=parallel)
+        engine_of(mesh).reads.read_s.update({0: 1.0, 1: 1.0})
+        source = await computed(mesh)
+        await mesh.pull(source)
+        await mesh.clock.sleep(0.5)
+        told = {report.source_rank: report for report in mesh.reports if report.transfer is Transfer.PULL}
+        second = ShardState.PULLING if parallel else ShardState.WAITING
+        assert [told[rank].shards[0].state for rank in (0, 1)] == [ShardState.PULLING, second]
+        assert (await parts_of(mesh, "decode")).reports == (told[0], told[1])
+        await pull_ended(mesh)
+        told = {report.source_rank: report for report in mesh.reports if report.transfer is Transfer.PULL}
+        assert [told[rank].shards[0].state for rank in (0, 1)] == [ShardState.DONE] * 2
+        await release(mesh)
+        mesh.assert_empty()
+
+    in_mesh(scenario)
+
+
 def test_toggling_while_requests_run_changes_their_pulls_and_no_token() -> None:
     """Each pull goes as the setting is when it begins; the output is the same both ways."""
 

@@ -114,6 +114,7 @@ RECORD = HandoffRecord(
     shards=(
         ShardPull(source_rank=0, destination_rank=1, state=ShardState.DONE, num_bytes=64000, duration_ms=2.125),
         ShardPull(source_rank=1, destination_rank=0, state=ShardState.FAILED, reason="no route"),
+        ShardPull(source_rank=1, destination_rank=1, state=ShardState.WAITING),
     ),
 )
 KEY = PartView(
@@ -249,6 +250,7 @@ def test_a_handoff_is_shown_by_who_owns_what() -> None:
         "  pull       source rank 1: 0 of 3 parts, 0 bytes",
         "  shard      source rank 0 -> destination rank 1: done, 64,000 bytes in 2.12 ms",
         "  shard      source rank 1 -> destination rank 0: failed: no route",
+        "  shard      source rank 1 -> destination rank 1: waiting",
         "  2 of 2003 parts have not arrived in full:",
         (
             "    target key of layer 3, source rank 0 -> destination rank 1 (push): "

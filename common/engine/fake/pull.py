@@ -75,6 +75,8 @@ class FakePull:
         problems: list[ErrorInfo] = []
         try:
             sources = sorted({each.part.src_rank for each in self._templates if each.part.dst_rank == rank})
+            for source in sources:
+                self._report(rank, ShardPull(source_rank=source, destination_rank=rank, state=ShardState.WAITING))
             if self._command.parallel:
                 async with asyncio.TaskGroup() as group:
                     for source in sources:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Final
 
 from common.dataplane.port import Outcome, RemoteRegion, TransferResult
@@ -83,7 +84,7 @@ class Puller:
             return sum(not pull.is_over for pull in self._pulls.values())
 
     def begin(self, target: PullTarget) -> None:
-        """Begin a pull and return.
+        """Begin a pull and return. Every shard of it is reported as waiting, before any is read.
 
         Raises `InvalidValueError` for a lock number that is not above the last one of the sequence, and while its last pull goes on.
         """
@@ -99,6 +100,7 @@ class Puller:
                     field="lock", value=command.lock, rule=f"one pull at a time, and {last.lock} goes on"
                 )
             self._pulls[command.seq] = pull
+            self._announce(pull)
             for _ in range(len(pull.waiting) if command.parallel else min(1, len(pull.waiting))):
                 self._ready.append((pull, pull.waiting.popleft()))
             self._start_threads()
@@ -150,6 +152,13 @@ class Puller:
         deadline = self._clock.monotonic() + JOIN_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, deadline - self._clock.monotonic()))
+
+    def _announce(self, pull: _Pull) -> None:
+        """Report that all shards of a pull wait. To be called under the lock: no thread may say before that it reads one."""
+        with suppress(OSError):  # nobody is left to report to: the rank is ending
+            for shard in pull.waiting:
+                at = ShardPull(source_rank=shard.src_rank, destination_rank=self._rank, state=ShardState.WAITING)
+                self._report(pull, at)
 
     def _start_threads(self) -> None:
         """As many as there are shards to begin with. To be called under the lock."""
