@@ -31,7 +31,7 @@ class Refusals:
         self._clock = clock
         self._counter = metrics.counter(
             "messages_refused_total",
-            "Messages and records that nobody answers to and that could not be read, by row of the table of subjects.",
+            "Messages and records that nobody answers to and that could not be read or cannot be true, by row of the table of subjects.",
             ("row",),
         )
         self._silent_until: dict[str, float] = {}

@@ -15,6 +15,7 @@ from common.bus.storage import LINKS_CONFIG, ROUTERS_CONFIG, WORKERS_CONFIG
 from common.runtime.lifecycle import Log
 from contracts import subjects
 from contracts.codec import decode
+from contracts.errors import InvalidValueError, PdmeshError
 from contracts.handoff import PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.links import LinkRecord
 from contracts.pull import PullEnded
@@ -118,8 +119,13 @@ class BrokerEdges:
         async with subscription:
             async for message in subscription:
                 report = self._refusals.message("parts done", message.data, PartsReport, subject=message.subject)
-                if report is not None:
+                if report is None:
+                    continue
+                try:
+                    _check_subject(report, message.subject)
                     self._broker.parts_reported(report)
+                except PdmeshError as error:
+                    self._refusals.note("parts done", error, subject=message.subject)
 
     async def _watch(self, watch: Watch) -> None:
         async with watch:
@@ -167,6 +173,12 @@ class BrokerEdges:
                         record = self._refusals.record("routers", entry, RouterRecord, lambda each: each.router_id)
                         if record is not None:
                             self._broker.routers.heard(record)
+
+
+def _check_subject(report: PartsReport, subject: str) -> None:
+    """Raise `InvalidValueError` for a report of another handoff than the one that its subject names."""
+    if subject != subjects.parts(report.handoff_id):
+        raise InvalidValueError(field="handoff_id", value=report.handoff_id, rule=f"as in the subject {subject}")
 
 
 def _link_key_of(record: LinkRecord) -> str:

@@ -288,10 +288,20 @@ class Broker:
         return self._accepted(live)
 
     def parts_reported(self, report: PartsReport) -> None:
-        """Take a report of parts. One for an unknown handoff is late, and says nothing."""
+        """Take a report of parts. One that is late, or comes twice, says nothing.
+
+        Raises `PdmeshError` for one that no worker can have sent: of a handoff that nobody here has heard of, or by another start. An
+        ended handoff is heard of for `keep_ended_s`, and an unknown one may be another broker's while one may lead.
+        """
         live = self._handoffs.get(report.handoff_id)
-        if live is not None:
-            live.tell(PartsReported(at_ns=self._clock.monotonic_ns(), report=report))
+        if live is None:
+            if self._is_mute():
+                return
+            raise PdmeshError(f"{report.handoff_id} is not known here", code=ErrorCode.UNKNOWN_HANDOFF)
+        error = refusal(live.handoff, report)
+        if error is not None:
+            raise PdmeshError.from_info(error)
+        live.tell(PartsReported(at_ns=self._clock.monotonic_ns(), report=report))
 
     def _worker_gone(self, worker: WorkerRef) -> None:
         self._plans.drop(worker)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.handoff import HandoffRecord, HandoffState, PrefillFinished, RequestEnded, TakenOver
+from contracts.handoff import HandoffRecord, HandoffState, PartsReport, PrefillFinished, RequestEnded, TakenOver
 from contracts.manifest import PlannedPart
-from contracts.pull import PullEnded
+from contracts.pull import PullEnded, Transfer
 from contracts.requests import DisaggregatedRoute, FinishReason, MixedRoute, SubmitRequest, WorkerRef
 from contracts.workers import WorkerRole
 from services.broker.core.ledger import Ledger
@@ -171,12 +171,14 @@ def _identity(one: HandoffRecord | SubmitRequest) -> tuple[object, ...]:
     return (*ids, one.router_incarnation, one.route, *prompt, one.sampling)
 
 
-def refusal(handoff: Handoff, message: PrefillFinished | PullEnded | TakenOver | RequestEnded) -> ErrorInfo | None:
+def refusal(
+    handoff: Handoff, message: PrefillFinished | PartsReport | PullEnded | TakenOver | RequestEnded
+) -> ErrorInfo | None:
     """Why a worker's message is not for this handoff, or None. `step` ignores such a message; its sender should hear it."""
     match message:
-        case PrefillFinished():
+        case PartsReport(transfer=Transfer.PUSH) | PrefillFinished():
             role = WorkerRole.PREFILL
-        case PullEnded() | TakenOver():
+        case PartsReport() | PullEnded() | TakenOver():
             role = WorkerRole.DECODE
         case RequestEnded():
             role = handoff.ending_role
