@@ -1,15 +1,16 @@
 """A simulated data plane: transfers take time, and may come twice, late, in part, after their sender gave up, or not at all.
 
 Where transfers are revocable the receiver's generation is checked when bytes land. Where they are not, it is checked when a
-transfer begins, and memory that is taken back meanwhile stays in quarantine until the transfer is over.
+transfer begins, and memory that is taken back meanwhile stays in quarantine until the transfer is over. Where they need the peer,
+as over tcp, nothing is written into or read from a rank that stands still before it goes on: what was sent to it lands then.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 import msgspec
@@ -21,22 +22,15 @@ from contracts.rank import PartPushed, PushOutcome
 from contracts.requests import WorkerRef
 from tests.simulation.memory_model import ModelMemory, Owner
 from tests.simulation.processes import simulation_loop
+from tests.simulation.standstill import Standstills
 from tests.simulation.verdicts import Verdicts
+from tests.simulation.weather import Links, Weather
 
-_LATENCY_S: Final = (0.0005, 0.004)
+LATENCY_S: Final = (0.0005, 0.004)
 _HOLD_S: Final = 0.0002
-_SLOW: Final = 100.0
-_GIVES_UP_S: Final = 1.0
-_LATE_S: Final = (0.2, 4.0)
-
-
-class Weather(StrEnum):
-    """What transfers of a worker are like now."""
-
-    FAIR = "fair"
-    SLOW = "slow"
-    RAGGED = "ragged"
-    BLACK_HOLE = "black_hole"
+SLOW: Final = 100.0
+GIVES_UP_S: Final = 1.0
+LATE_S: Final = (0.2, 4.0)
 
 
 class Phase(Enum):
@@ -59,22 +53,32 @@ class Transfer:
     report: Callable[[PartPushed], None]
     phase: Phase = Phase.WIRE
     captured: bool = False
+    """Whether it has left its sender: whatever becomes of that one, it goes on."""
+    told: bool = False
     owner: Owner | None = None
-    parked: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Plane:
     """Every engine's memory, and what is under way between them."""
 
-    def __init__(self, rng: random.Random, verdicts: Verdicts, *, revocable: bool, checks: bool = True) -> None:
-        self._rng = rng
+    def __init__(
+        self,
+        rng: random.Random,
+        verdicts: Verdicts,
+        *,
+        revocable: bool,
+        needs_peer: bool = False,
+        checks: bool = True,
+    ) -> None:
+        self.rng: Final = rng
         self.verdicts = verdicts
         self.revocable = revocable
+        self.needs_peer = needs_peer
         self._checks = checks
         self._memories: dict[tuple[str, str, int], ModelMemory] = {}
         self.transfers: dict[Transfer, None] = {}
-        self.weather: dict[str, Weather] = {}
-        self.frozen: set[str] = set()
+        self.links: Final = Links()
+        self.still: Final = Standstills()
         self.plans: dict[str, tuple[ReshardPlan, int]] = {}
         """By handoff: the plan of its transfer, and how many tokens need not be sent."""
         self.takeovers: dict[str, str] = {}
@@ -95,19 +99,6 @@ class Plane:
             if transfer.sender == ref and not (transfer.captured and transfer.phase is Phase.WIRE):
                 self._end(transfer)
 
-    def freeze(self, worker_id: str) -> None:
-        """A worker's ranks stand still: what they are writing they go on holding."""
-        self.frozen.add(worker_id)
-
-    def wake(self, worker_id: str) -> None:
-        """They go on."""
-        self.frozen.discard(worker_id)
-        for transfer in tuple(self.transfers):
-            if transfer.sender.worker_id == worker_id:
-                parked, transfer.parked = transfer.parked, []
-                for action in parked:
-                    action()
-
     def of(self, sender: WorkerRef, seq: int) -> list[Transfer]:
         """What is under way for one sequence of a sender."""
         return [each for each in self.transfers if each.seq == seq and each.sender == sender]
@@ -120,53 +111,31 @@ class Plane:
     def send(self, transfer: Transfer) -> None:
         """Begin a transfer. Its sender hears of every push in it, once, unless it forgets it or dies."""
         self.transfers[transfer] = None
-        weather = self.weather.get(transfer.sender.worker_id) or self.weather.get(
-            transfer.grant.worker_id, Weather.FAIR
-        )
-        seconds = self._rng.uniform(*_LATENCY_S)
+        weather = self.links.between(transfer.sender.worker_id, transfer.grant.worker_id)
+        seconds = self.rng.uniform(*LATENCY_S)
         if not self.revocable and not self._lock(transfer):
             return
         match weather:
             case Weather.FAIR:
                 self._arrives(transfer, seconds)
             case Weather.SLOW:
-                self._arrives(transfer, _SLOW * seconds)
+                self._arrives(transfer, SLOW * seconds)
             case Weather.RAGGED:
                 self._ragged(transfer, seconds)
             case Weather.BLACK_HOLE:
-                self._gives_up(transfer, _GIVES_UP_S, arrives=self._rng.random() < 0.7)
+                self._gives_up(transfer, GIVES_UP_S, arrives=self.rng.random() < 0.7)
 
-    # Pulls.
-
-    def read_seconds(self, source: Grant) -> float:
-        """How long the next shard takes that is read under a grant."""
-        seconds = self._rng.uniform(*_LATENCY_S)
-        match self.weather.get(source.worker_id, Weather.FAIR):
-            case Weather.SLOW:
-                return _SLOW * seconds
-            case Weather.BLACK_HOLE:
-                return _GIVES_UP_S
-            case _:
-                return seconds
-
-    def why_unread(self, source: Grant) -> str:
-        """Why what was read under a grant does not count; "" when it does. Its cells are looked at after the bytes."""
-        memory = self._memories[source.worker_id, source.incarnation, source.dp_rank]
-        weather = self.weather.get(source.worker_id, Weather.FAIR)
-        is_broken = weather is Weather.BLACK_HOLE or (weather is Weather.RAGGED and self._rng.random() < 0.3)
-        if memory.is_gone or is_broken or memory.granted(source) is None:
-            self.verdicts.saw("shard_failed")
-            return "the connection broke" if is_broken else "the source has taken its memory back"
-        self.verdicts.saw("shard_pulled")
-        return ""
+    def memory_of(self, grant: Grant) -> ModelMemory:
+        """The memory that a grant is for."""
+        return self._memories[grant.worker_id, grant.incarnation, grant.dp_rank]
 
     # What becomes of a transfer.
 
     def _ragged(self, transfer: Transfer, seconds: float) -> None:
-        chance = self._rng.random()
+        chance = self.rng.random()
         if chance < 0.3:
             self.verdicts.saw("transfer_twice")
-            again = seconds + self._rng.uniform(0.0, 0.05)
+            again = seconds + self.rng.uniform(0.0, 0.05)
             self._at(transfer, seconds, lambda: self._land(transfer, ends=False))
             self._arrives(transfer, again)
         elif chance < 0.45:
@@ -186,8 +155,8 @@ class Plane:
         """The sender cannot tell any more what became of it; then it arrives after all, or never does."""
         self.verdicts.saw("transfer_indeterminate")
         transfer.captured = True
-        self._at(transfer, seconds, lambda: self._tell(transfer, PushOutcome.INDETERMINATE, "no answer in time"))
-        late = seconds + self._rng.uniform(*_LATE_S)
+        simulation_loop().call_outside(seconds, lambda: self._forsake(transfer))
+        late = seconds + self.rng.uniform(*LATE_S)
         if not arrives:
             self._at(transfer, late, lambda: self._end(transfer))
             return
@@ -196,7 +165,6 @@ class Plane:
         self._at(transfer, late, lambda: self._land_late(transfer))
 
     def _land_late(self, transfer: Transfer) -> None:
-        self.verdicts.saw("transfer_late")
         self._write(transfer, len(transfer.pushes))
         self._end(transfer)
 
@@ -219,7 +187,7 @@ class Plane:
         """Let a transfer write from now on, if its grant is good; say whether it may."""
         if transfer.phase is not Phase.WIRE:
             return transfer.phase is Phase.LOCKED
-        memory = self._memory(transfer)
+        memory = self.memory_of(transfer.grant)
         owner = memory.granted(transfer.grant)
         if memory.is_gone or (owner is None and self._checks):
             self.verdicts.saw("transfer_refused")
@@ -235,9 +203,11 @@ class Plane:
         return True
 
     def _write(self, transfer: Transfer, num_pushes: int) -> None:
-        memory = self._memory(transfer)
+        memory = self.memory_of(transfer.grant)
         if transfer.phase is not Phase.LOCKED or memory.is_gone:
             return
+        if transfer.told:
+            self.verdicts.saw("transfer_late")
         for push in transfer.pushes[:num_pushes]:
             part = PlannedPart(
                 namespace=push.namespace,
@@ -252,6 +222,10 @@ class Plane:
                 return
 
     def _tell(self, transfer: Transfer, outcome: PushOutcome, reason: str = "") -> None:
+        """Once: who has been told that nobody knows is not told what became of it after all."""
+        if transfer.told:
+            return
+        transfer.told = True
         now_ns = round(simulation_loop().time() * 1e9)
         for push in transfer.pushes:
             transfer.report(msgspec.structs.replace(push, outcome=outcome, reason=reason, done_ns=now_ns))
@@ -262,17 +236,32 @@ class Plane:
         transfer.phase = Phase.OVER
         self.transfers.pop(transfer, None)
 
-    def _memory(self, transfer: Transfer) -> ModelMemory:
-        grant = transfer.grant
-        return self._memories[grant.worker_id, grant.incarnation, grant.dp_rank]
-
     def _at(self, transfer: Transfer, delay_s: float, action: Callable[[], object]) -> None:
         def act() -> None:
             if transfer.phase is Phase.OVER:
                 return
-            if transfer.sender.worker_id in self.frozen and not transfer.captured:
-                transfer.parked.append(act)
+            if not self.still.any_holds:
+                action()
+                return
+            if not transfer.captured and self.still.holds(transfer.sender.worker_id, transfer.pushes[0].rank):
+                self.still.park(transfer.sender.worker_id, act)
+                return
+            receiver = transfer.grant.worker_id
+            if self.needs_peer and any(self.still.holds(receiver, push.destination_rank) for push in transfer.pushes):
+                self._hang(transfer)
+                self.still.park(receiver, act)
                 return
             action()
 
         simulation_loop().call_outside(delay_s, act)
+
+    def _hang(self, transfer: Transfer) -> None:
+        """It waits for its receiver; its sender does not, for long."""
+        if not transfer.captured:
+            transfer.captured = True
+            self.verdicts.saw("transfer_hung")
+            simulation_loop().call_outside(GIVES_UP_S, lambda: self._forsake(transfer))
+
+    def _forsake(self, transfer: Transfer) -> None:
+        if transfer.phase is not Phase.OVER:
+            self._tell(transfer, PushOutcome.INDETERMINATE, "no answer in time")

@@ -35,13 +35,23 @@ class FaultKind(StrEnum):
     SLOW_LINK = "slow_link"  # transfers between workers take a hundred times as long
     BLACK_HOLE = "black_hole"  # transfers between workers do not arrive; senders give up, some arrive afterwards
     RAGGED_LINK = "ragged_link"  # transfers arrive twice, half, not at all, or after their sender gave up
+    STALL = "stall"  # one rank of a worker stands still, and with it every command to all of them
+    REFUSAL = "refusal"  # one rank of a worker refuses a command that the others obey
+    WIPE = "wipe"  # the bus is down, and comes back with an empty store
+
+
+LINK_FAULTS: Final = (FaultKind.SLOW_LINK, FaultKind.BLACK_HOLE, FaultKind.RAGGED_LINK)
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault. `whom` names a process or is empty; `severity` from 0 to 1 is how bad it is."""
+    """One fault. `whom` names a process or is empty; `severity` from 0 to 1 is how bad it is.
+
+    With a `peer` a link fault is of the link between the two workers alone.
+    """
 
     kind: FaultKind
     whom: str
+    peer: str = ""
     at_s: float
     for_s: float
     severity: float

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from contracts.rank import DrafterKind
-from tests.simulation.plots import WISHES, Fault, FaultKind, Plot, Wishes, faults_of
+from tests.simulation.plots import LINK_FAULTS, WISHES, Fault, FaultKind, Plot, Wishes, faults_of
 
 NUM_REQUESTS: Final = (8, 12)
 NUM_FAULTS: Final = (3, 6)
@@ -26,7 +26,14 @@ _PATIENCE_S: Final = 120.0
 _LONG_ANSWERS: Final = (24, 48)
 _NEEDS_ANOTHER: Final = frozenset({Plot.OVERLAP, Plot.AWAKENING})
 """Plots in which another broker has to take over at its time."""
-_BY_CHANCE: Final = tuple(kind for kind in FaultKind if kind not in {FaultKind.OVERLAP, FaultKind.WRITES})
+_MORE: Final = (FaultKind.STALL, FaultKind.REFUSAL, FaultKind.DRAIN, *LINK_FAULTS)
+"""What some schedules have beside their other faults."""
+_BY_CHANCE: Final = tuple(
+    kind
+    for kind in FaultKind
+    if kind not in {FaultKind.OVERLAP, FaultKind.WRITES, FaultKind.STALL, FaultKind.REFUSAL, FaultKind.WIPE}
+)
+_HAS_MORE: Final = 0.4
 
 
 class Pulls(StrEnum):
@@ -78,11 +85,12 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole simulation. `revocable` is whether a transfer's memory can be taken back while it is under way."""
+    """A whole simulation. `revocable` and `needs_peer` are of its transfers: see `plane`."""
 
     seed: int
     plot: Plot
     revocable: bool
+    needs_peer: bool
     workers: tuple[WorkerPlan, ...]
     routers: tuple[str, ...]
     brokers: tuple[str, ...]
@@ -106,6 +114,7 @@ def make_schedule(seed: int) -> Schedule:
         seed=seed,
         plot=plot,
         revocable=rng.random() < 0.6,
+        needs_peer=random.Random(f"{seed} peers").random() < 0.5,
         workers=workers,
         routers=routers,
         brokers=brokers,
@@ -113,7 +122,10 @@ def make_schedule(seed: int) -> Schedule:
             tuple(_ask(rng, number, routers, WISHES[plot]) for number in range(rng.randint(*NUM_REQUESTS))),
             random.Random(f"{seed} patience"),
         ),
-        faults=_faults(rng, plot, workers, routers, brokers),
+        faults=_sorted(
+            _faults(rng, plot, workers, routers, brokers)
+            + _more_faults(random.Random(f"{seed} more"), workers, routers)
+        ),
     )
 
 
@@ -194,7 +206,7 @@ def _faults(
     workers: tuple[WorkerPlan, ...],
     routers: tuple[str, ...],
     brokers: tuple[str, ...],
-) -> tuple[Fault, ...]:
+) -> list[Fault]:
     names = tuple(worker.worker_id for worker in workers)
     everybody = (*brokers, *routers, *names)
     found = faults_of(plot, rng, workers=names, routers=routers, brokers=brokers)
@@ -220,13 +232,48 @@ def _faults(
                 severity=rng.random(),
             )
         )
-    return tuple(sorted(found, key=lambda fault: fault.at_s))
+    return found
+
+
+def _more_faults(rng: random.Random, workers: tuple[WorkerPlan, ...], routers: tuple[str, ...]) -> list[Fault]:
+    """What some schedules have on top of all else: ranks that fail alone, links that fail alone, and routers that drain."""
+    if rng.random() >= _HAS_MORE:
+        return []
+    found = []
+    for _ in range(rng.randint(1, 2)):
+        kind, whom, peer = rng.choice(_MORE), rng.choice(workers).worker_id, ""
+        if kind is FaultKind.DRAIN:
+            whom = rng.choice(routers)
+        elif kind in LINK_FAULTS:
+            whom = rng.choice([worker.worker_id for worker in workers if worker.role == "prefill"])
+            peer = rng.choice([worker.worker_id for worker in workers if worker.role == "decode"])
+        found.append(
+            Fault(
+                kind=kind,
+                whom=whom,
+                peer=peer,
+                at_s=rng.uniform(0.0, _SPAN_S),
+                for_s=_lasts(rng, kind, whom),
+                severity=rng.random(),
+            )
+        )
+    return found
+
+
+def _sorted(faults: list[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
 def _lasts(rng: random.Random, kind: FaultKind, whom: str) -> float:
     """A freeze may be longer than every lease, or as short as a pause of the scheduler."""
     if kind is FaultKind.FREEZE and whom.startswith("broker") and rng.random() < 0.5:
         return rng.uniform(7.0, 14.0)  # somebody else leads when it wakes up
-    longest = {FaultKind.FREEZE: 13.0, FaultKind.PARTITION: 9.0, FaultKind.OUTAGE: 6.0, FaultKind.STANDSTILL: 4.0}
+    longest = {
+        FaultKind.FREEZE: 13.0,
+        FaultKind.PARTITION: 9.0,
+        FaultKind.STALL: 8.0,
+        FaultKind.OUTAGE: 6.0,
+        FaultKind.STANDSTILL: 4.0,
+    }
     top = longest.get(kind, 3.0)
     return rng.uniform(0.02, 0.5) if rng.random() < 0.3 else rng.uniform(0.5, top)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 from common.engine.fake.engine import FakeEngine
 from common.engine.port import EngineDeadError, EngineError, PullResult, StepResult
-from common.runtime.clock import Clock
-from contracts.handoff import Grant
+from contracts.handoff import Grant, PartDigest
 from contracts.manifest import PlannedPart
 from contracts.rank import (
     BindSequence,
     DrafterKind,
     ExtendSequences,
     PartPushed,
+    PeerSide,
     PushOutcome,
     RankProgress,
     StepItem,
@@ -23,9 +24,11 @@ from contracts.rank import (
 )
 from contracts.rank_pull import PullReport, PullShards, PullStopped
 from contracts.requests import WorkerRef
+from contracts.workers import WorkerDescription
 from tests.simulation.plane import Phase, Plane, Transfer
+from tests.simulation.processes import simulation_loop
 from tests.simulation.schedule import BLOCK_SIZE, Pulls, WorkerPlan
-from tests.simulation.sim_pull import PULL, SimulatedReads
+from tests.simulation.sim_pull import READING, Reading, ReadingClock, SimulatedReads
 
 _MAX_REPORTS: Final = 1 << 16
 
@@ -33,9 +36,9 @@ _MAX_REPORTS: Final = 1 << 16
 class SimulatedEngine(FakeEngine):
     """See `common.engine.port.Engine`."""
 
-    def __init__(self, plane: Plane, clock: Clock, plan: WorkerPlan, incarnation: str, dp_rank: int) -> None:
+    def __init__(self, plane: Plane, plan: WorkerPlan, incarnation: str, dp_rank: int) -> None:
         super().__init__(
-            clock,
+            ReadingClock(simulation_loop()),
             worker_id=plan.worker_id,
             incarnation=incarnation,
             dp_rank=dp_rank,
@@ -50,7 +53,7 @@ class SimulatedEngine(FakeEngine):
             num_speculative_tokens=0 if plan.role == "prefill" else plan.guesses.depth,
             step_s=plan.step_s,
         )
-        self.__dict__["reads"] = SimulatedReads(plane)
+        self.__dict__["reads"] = SimulatedReads()
         self._by_head = plan.role != "prefill" and plan.guesses.depth > 0 and plan.guesses.drafter is DrafterKind.MTP
         self._shares = plan.dcp > 1
         self._plane = plane
@@ -60,6 +63,13 @@ class SimulatedEngine(FakeEngine):
         self._begun: set[int] = set()
         self._lost = asyncio.Event()
         self.num_failing_steps = 0
+        self.refuses: Counter[str] = Counter()
+        """How many of the next commands of each kind one rank refuses."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        return len(self._info.ranks)
 
     def lose(self) -> None:
         """A rank dies, and with it the engine."""
@@ -67,8 +77,9 @@ class SimulatedEngine(FakeEngine):
         self._lost.set()
 
     async def bind(self, binding: BindSequence) -> None:
-        """See `Engine.bind`."""
-        self._check_alive()
+        """See `Engine.bind`. Where one rank refuses, no other holds anything either."""
+        await self._attend()
+        self._refuse("bind")
         await super().bind(binding)
         problem = self.memory.take(binding)
         if problem:
@@ -77,19 +88,41 @@ class SimulatedEngine(FakeEngine):
             ref = WorkerRef(worker_id=binding.push.grant.worker_id, incarnation=binding.push.grant.incarnation)
             self._plane.plans[binding.handoff_id] = (self._links[ref].plan, binding.push.num_cached_tokens)
 
+    async def link(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
+        """See `Engine.link`. Where one rank refuses, no other is linked either."""
+        await self._attend()
+        if self.refuses["link"]:
+            await super().unlink(peer)
+        self._refuse("link")
+        await super().link(peer, ranks)
+
+    async def link_source(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
+        """See `Engine.link_source`."""
+        await self._attend()
+        if self.refuses["link"]:
+            await super().unlink(peer)
+        self._refuse("link")
+        await super().link_source(peer, ranks)
+
+    async def digest(self, seq: int, side: PeerSide, start: int, end: int) -> tuple[PartDigest, ...]:
+        """See `Engine.digest`."""
+        await self._attend()
+        self._refuse("digest")
+        return await super().digest(seq, side, start, end)
+
     async def pull(self, command: PullShards, observe: Callable[[PullReport], None]) -> PullResult:
         """See `Engine.pull`. What has been read lies here from then on."""
-        self._check_alive()
+        await self._attend()
 
         def arrived(report: PullReport) -> None:
             self._arrived(command, report)
             observe(report)
 
-        token = PULL.set(command)
+        token = READING.set(Reading(self._plane, command, self._ref, self.memory))
         try:
             return await super().pull(command, arrived)
         finally:
-            PULL.reset(token)
+            READING.reset(token)
 
     def _arrived(self, command: PullShards, report: PullReport) -> None:
         owner = self.memory.owner(command.seq)
@@ -118,17 +151,18 @@ class SimulatedEngine(FakeEngine):
                         self._plane.verdicts.broken("I2", problem)
 
     async def extend(self, command: ExtendSequences) -> None:
-        """See `Engine.extend`."""
-        self._check_alive()
+        """See `Engine.extend`. Where one rank refuses, the others have given the blocks."""
+        await self._attend()
         await super().extend(command)
         for extension in command.extensions:
             problem = self.memory.add(extension)
             if problem:
                 self._plane.verdicts.broken("I1", problem)
+        self._refuse("extend")
 
     async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
         """See `Engine.release`. Whoever still writes, here or at a sender, keeps memory from being given back."""
-        self._check_alive()
+        await self._attend()
         busy = {seq for seq in seqs if self._is_busy(seq)}
         if busy and timeout_ms:
             await self._clock.sleep(timeout_ms / 1000)
@@ -157,7 +191,7 @@ class SimulatedEngine(FakeEngine):
 
     async def step(self, plan: StepPlan) -> StepResult:
         """See `Engine.step`. What is decoded for the first time must lie here in full."""
-        self._check_alive()
+        await self._attend()
         if self.num_failing_steps:
             self.num_failing_steps -= 1
             self._plane.verdicts.saw("step_failed")
@@ -171,7 +205,7 @@ class SimulatedEngine(FakeEngine):
             if binding is not None and (not item.token_ids or item.bootstrap):
                 self._check_guesses(binding, item)
         result = await super().step(plan)
-        self._check_alive()
+        await self._attend()
         self._push()
         return result
 
@@ -245,6 +279,21 @@ class SimulatedEngine(FakeEngine):
                     report=self._reports.put_nowait,
                 )
             )
+
+    async def _attend(self) -> None:
+        """Wait for all ranks: a command is over when each of them has answered."""
+        self._check_alive()
+        if self._plane.still.holds(self._ref.worker_id):
+            self._plane.verdicts.saw("command_held")
+            await self._plane.still.over(self._ref.worker_id)
+            self._check_alive()
+
+    def _refuse(self, command: str) -> None:
+        """Raise `EngineError` if one rank is to refuse a command of this kind."""
+        if self.refuses[command]:
+            self.refuses[command] -= 1
+            self._plane.verdicts.saw(f"refused_{command}")
+            raise EngineError(f"rank 0: out of memory (on 1 of {self.num_ranks} ranks)")
 
     def _check_alive(self) -> None:
         if self._lost.is_set():

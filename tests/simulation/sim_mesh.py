@@ -102,30 +102,38 @@ class SimulatedMesh:
         self.verdicts.say(name, f"start {seat.num_starts}")
         seat.life = process.spawn(self._life(seat, process, self._body(seat, bus)))
 
-    def kill(self, name: str, *, restart_s: float) -> None:
-        """Let a service die at once, and start it again later."""
+    def kill(self, name: str, *, restart_s: float) -> bool:
+        """Let a service die at once, and start it again later. Says whether there was one."""
         seat = self.seats[name]
         if seat.process is None or seat.process.is_dead:
-            return
+            return False
         self.verdicts.say(name, "killed")
         seat.process.is_dead = True
         self._end(seat, restart_s)
+        return True
 
-    def drain(self, name: str, *, limit_s: float) -> None:
-        """Let a worker or a broker end in order: it drains, at most so long, takes its leave, and is started again."""
+    def drain(self, name: str, *, limit_s: float) -> bool:
+        """Let a service end in order: it drains, at most so long, takes its leave, and is started again. Says whether it runs."""
         seat = self.seats[name]
-        if seat.process is not None and seat.process.runs:
-            seat.process.spawn(self._leave(seat, seat.process, limit_s))
+        if seat.process is None or not seat.process.runs:
+            return False
+        seat.process.spawn(self._leave(seat, seat.process, limit_s))
+        return True
 
     async def _leave(self, seat: Seat, process: Process, limit_s: float) -> None:
-        host, leadership, life = seat.host, seat.leadership, seat.life
+        host, leadership, router, life = seat.host, seat.leadership, seat.router, seat.life
         try:
             async with asyncio.timeout(limit_s):
                 if host is not None:
                     await host.drain()
                 if leadership is not None:
                     await leadership.drain()
-            self.verdicts.saw("drained")
+                if router is not None:
+                    await router.drain(limit_s)
+            self.verdicts.saw("drained" if router is None else "router_drained")
+            left = [client.ask.number for client in seat.clients if not client.ended]
+            if left and seat.process is process:
+                self.verdicts.broken("I5", f"{seat.name} has drained, and requests {left} go on")
         except TimeoutError:
             self.verdicts.saw("drain_cut_short")
         if life is not None:
@@ -136,6 +144,8 @@ class SimulatedMesh:
                     await host.registration.close()
                 if leadership is not None:
                     await leadership.release()
+                if router is not None:
+                    await router.close()
         if seat.process is process and not process.is_dead:
             process.is_dead = True
             self.verdicts.say(seat.name, "has left")
@@ -147,7 +157,7 @@ class SimulatedMesh:
         for engine in seat.engines:
             engine.lose()
         seat.service, seat.host, seat.engines, seat.leadership, seat.router = None, None, (), None, None
-        self.plane.frozen.discard(seat.name)
+        self.plane.still.forget(seat.name)
         for client in seat.clients:
             client.end("router died")
         seat.clients.clear()
@@ -199,7 +209,7 @@ class SimulatedMesh:
             **_pull_settings(plan),
         )
         incarnation = f"i{seat.num_starts}-{plan.worker_id}"
-        engines = tuple(SimulatedEngine(self.plane, self.clock, plan, incarnation, rank) for rank in range(plan.dp))
+        engines = tuple(SimulatedEngine(self.plane, plan, incarnation, rank) for rank in range(plan.dp))
         seat.engines = engines
         log = self.verdicts.log(seat.name)
         service = _KINDS[plan.role](

@@ -21,6 +21,7 @@ from contracts.codec import encode
 from contracts.errors import PdmeshError
 from contracts.requests import FinishReason, SamplingParams
 from contracts.routers import RouterRecord
+from services.router.admission import Admission
 from services.router.canceller import Canceller
 from services.router.core.placement import Loads, candidates
 from services.router.core.prompt_frames import pack_ids, prompt_hash
@@ -42,6 +43,9 @@ from tests.simulation.verdicts import Verdicts
 
 MODEL = "fake"
 REROUTE_WAIT_S: Final = 5.0
+_MAX_REQUESTS: Final = 64
+_STREAMS_SHARE: Final = 0.8
+_LAST_WORDS_SHARE: Final = 0.1
 _VOCABULARY = Vocabulary(vocab={}, added={}, silent=(), vocab_size=VOCAB_SIZE)
 
 
@@ -54,6 +58,8 @@ class Client:
     token_ids: list[int] = field(default_factory=list)
     ended: str = ""
     task: asyncio.Task[None] | None = None
+    asked_at: float = 0.0
+    """When its request was sent to a router; 0.0 while it waits for one to be there."""
     due: float = 0.0
     """When it has to have ended, by the router's own reckoning; 0.0 while the router has not heard of it."""
     moved_at: float = 0.0
@@ -93,8 +99,19 @@ class Client:
 class SimulatedRouter:
     """One start of a router."""
 
-    def __init__(self, generator: Generator, clock: Clock, rng: random.Random) -> None:
+    def __init__(  # noqa: PLR0917 - a process's ports
+        self,
+        generator: Generator,
+        admission: Admission,
+        cancels: BoundedTasks,
+        lease: KeptRecord,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
         self._generator = generator
+        self._admission = admission
+        self._cancels = cancels
+        self._lease = lease
         self._clock = clock
         self._rng = rng
 
@@ -107,6 +124,22 @@ class SimulatedRouter:
     def has_route(self) -> bool:
         """Whether a request could be placed now."""
         return any(True for _ in candidates(self._generator.fleet.view(), model=MODEL))
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no requests any more."""
+        return self._admission.draining
+
+    async def drain(self, limit_s: float) -> None:
+        """What `services.router.app` does when it drains: let streams end, end the others, let cancels be heard."""
+        if not await self._admission.drain(Deadline.after(self._clock, limit_s * _STREAMS_SHARE)):
+            self._admission.interrupt_all()
+            await self._admission.drain(Deadline.after(self._clock, limit_s * _LAST_WORDS_SHARE))
+        await self._cancels.wait_idle(Deadline.after(self._clock, limit_s * _LAST_WORDS_SHARE))
+
+    async def close(self) -> None:
+        """Take its leave: its record goes."""
+        await self._lease.close()
 
     async def serve(self, client: Client) -> None:
         """Serve one request to its end."""
@@ -126,8 +159,9 @@ class SimulatedRouter:
         )
         client.verdicts.say("client", f"request {ask.number} is {job.request_id}")
         try:
-            async with scope:
-                await self._generator.run(job, deadline, client.take, scope)
+            with self._admission.enter(1), self._admission.interruptible(scope):
+                async with scope:
+                    await self._generator.run(job, deadline, client.take, scope)
         except PdmeshError as error:
             client.end(str(error.code))
         except asyncio.CancelledError:
@@ -184,4 +218,5 @@ async def open_router(  # noqa: PLR0917 - a process's ports
         log=log,
         rng=rng,
     )
-    return SimulatedRouter(generator, clock, rng)
+    admission = Admission(metrics, limit=_MAX_REQUESTS)
+    return SimulatedRouter(generator, admission, cancels, lease, clock, rng)

@@ -21,7 +21,7 @@ from tests.simulation.faults import FaultPlayer
 from tests.simulation.liveness import Liveness, check_way
 from tests.simulation.plane import Plane
 from tests.simulation.processes import SimulationLoop, simulation_loop
-from tests.simulation.schedule import Schedule, make_schedule
+from tests.simulation.schedule import NUM_FAULTS, NUM_REQUESTS, Schedule, make_schedule
 from tests.simulation.sim_mesh import SimulatedMesh
 from tests.simulation.sim_router import Client
 from tests.simulation.verdicts import Verdicts
@@ -32,6 +32,7 @@ _GRACE_S: Final = 1.0
 _SETTLING_S: Final = 40.0
 _REAPING_S: Final = 30.0
 _TURNS: Final = 3
+_ASK_AGAIN_S: Final = 0.25
 
 
 def simulate(seed: int, *, traced: bool = False, checks: bool = True) -> Verdicts:
@@ -46,7 +47,13 @@ def run_schedule(schedule: Schedule, verdicts: Verdicts, *, checks: bool = True)
     loop = SimulationLoop()
     clock = VirtualClock(loop)
     verdicts.clock = clock
-    plane = Plane(random.Random(schedule.seed + 3), verdicts, revocable=schedule.revocable, checks=checks)
+    plane = Plane(
+        random.Random(schedule.seed + 3),
+        verdicts,
+        revocable=schedule.revocable,
+        needs_peer=schedule.needs_peer,
+        checks=checks,
+    )
 
     def noted(handoff: Handoff, event: Event) -> Outcome:
         pair = pair_of(handoff, event)
@@ -91,7 +98,7 @@ async def _play(mesh: SimulatedMesh) -> None:
     while True:
         await clock.sleep(_STEP_S)
         mesh.check_pools()
-        _check_deadlines(mesh, clients, began)
+        _check_deadlines(mesh, clients)
         liveness.look()
         now = clock.monotonic()
         over = all(client.ended for client in clients) and faults.num_playing == 0
@@ -105,13 +112,19 @@ async def _play(mesh: SimulatedMesh) -> None:
             break
     _check_end(mesh, clients)
     await check_way(mesh)
+    num_asked = mesh.verdicts.seen["asked"]
+    if num_asked < NUM_REQUESTS[0] or faults.num_acted < NUM_FAULTS[0]:
+        mesh.verdicts.broken("coverage", f"{num_asked} requests and {faults.num_acted} faults are not a whole schedule")
 
 
 def _ask(mesh: SimulatedMesh, client: Client) -> None:
     seat = mesh.seats[client.ask.router]
-    if seat.router is None or seat.process is None or seat.process.is_dead:
-        client.end("no router")
+    if seat.router is None or seat.process is None or seat.process.is_dead or seat.router.is_draining:
+        mesh.verdicts.saw("router_not_there")  # whoever asks tries again
+        simulation_loop().call_outside(_ASK_AGAIN_S, partial(_ask, mesh, client))
         return
+    client.asked_at = mesh.clock.monotonic()
+    mesh.verdicts.saw("asked")
     seat.clients.append(client)
     mesh.clients.append(client)
     client.task = seat.process.spawn(seat.router.serve(client))
@@ -120,13 +133,13 @@ def _ask(mesh: SimulatedMesh, client: Client) -> None:
         simulation_loop().call_outside(client.ask.leaves_after_s, client.task.cancel)
 
 
-def _check_deadlines(mesh: SimulatedMesh, clients: list[Client], began: float) -> None:
+def _check_deadlines(mesh: SimulatedMesh, clients: list[Client]) -> None:
     """A request has ended by its deadline, unless its router stands still: that says nothing to anybody."""
     now = mesh.clock.monotonic()
     for client in clients:
         seat = mesh.seats[client.ask.router]
-        due = max(client.due or began + client.ask.at_s, seat.frozen_until)
-        if not client.ended and now > due + _GRACE_S:
+        due = max(client.due or client.asked_at, seat.frozen_until)
+        if client.asked_at and not client.ended and now > due + _GRACE_S:
             mesh.verdicts.broken("I5", f"request {client.ask.number} goes on after its deadline")
             client.end("overdue")
 
