@@ -44,6 +44,8 @@ class SettingsProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Of the rule, where it has one."""
     remedy: str = ""
     """What to change, where there is more to say than the rule does."""
+    addressed_only: bool = False
+    """Whether it holds only of what is addressed to this service or its role: set for everybody, the setting is passed over here."""
 
     @property
     def text(self) -> str:
@@ -129,7 +131,8 @@ def load(
     belong to other services and are passed over where they are addressed to all; keys addressed to another role always
     are. `misplaced` is asked of each key that is addressed to this service or its role alone, with its label and value, and may refuse
     it. Raises SettingsError that lists every problem; rules over several settings, the struct's own and then those of `rules`,
-    are checked where each of these could be read and no required setting is missing.
+    are checked where each of these could be read and no required setting is missing. What one says `addressed_only` is left out
+    where the value came from a place that is for everybody.
     """
     environ = environment() if environ is None else environ
     reader = _Reader(struct, role, also_known, misplaced)
@@ -224,6 +227,7 @@ class _Reader:
         self._sources: dict[str, str] = dict.fromkeys(self._fields, "default")
         self._problems: list[SettingsProblem] = []
         self._broken: set[str] = set()
+        self._addressed: set[str] = set()
 
     def read_config(self, path: Path | None) -> None:
         if path is None:
@@ -304,7 +308,8 @@ class _Reader:
         """
         try:
             value = self._struct(**self._values)
-            broken = list(rules(value)) if rules is not None else []
+            found = () if rules is None else rules(value)
+            broken = [each for each in found if each.key in self._addressed or not each.addressed_only]
             if not broken:
                 return value
         except SettingsError as error:
@@ -335,6 +340,7 @@ class _Reader:
             self._problem(label, str(shown(key, value)), str(error))
         else:
             self._sources[key] = source
+            (self._addressed.discard if shared else self._addressed.add)(key)
 
     def _problem(self, key: str, value: str, rule: str) -> None:
         self._problems.append(SettingsProblem(key=key, value=value, rule=rule))

@@ -47,5 +47,10 @@ def _model_of(settings: WorkerSettings) -> Cuttable | None:
 
 def _problem(refusal: Refusal) -> SettingsProblem:
     return SettingsProblem(
-        key=refusal.key, value=refusal.value, rule=refusal.text, name=refusal.rule, remedy=refusal.remedy
+        key=refusal.key,
+        value=refusal.value,
+        rule=refusal.text,
+        name=refusal.rule,
+        remedy=refusal.remedy,
+        addressed_only=refusal.addressed_only,
     )

@@ -12,6 +12,7 @@ from common.runtime.clock import Clock, wall_text
 from common.runtime.lifecycle import Log
 from common.runtime.setting_values import read_text
 from common.runtime.settings import SettingsError, keys_of
+from common.worker.core.compatibility import judge
 from common.worker.settings import WorkerSettings
 from contracts import subjects
 from contracts.codec import decode, encode
@@ -99,12 +100,13 @@ class LiveSettings:
             why = "it is read at the start alone" if known else "there is no such setting"
             return f"one of {', '.join(self._keys)} may change while this worker runs; {why}"
         try:
-            self._changed(asked)
+            changed = self._changed(asked)
         except SettingsError as error:
             return error.problems[0].rule
         except ValueError as error:
             return str(error)
-        return None
+        allowed = judge(self._now, self._role, None).refusals
+        return next((each.text for each in judge(changed, self._role, None).refusals if each not in allowed), None)
 
     def _changed(self, asked: SetWorker) -> WorkerSettings:
         kind = get_type_hints(WorkerSettings, include_extras=True)[asked.key]

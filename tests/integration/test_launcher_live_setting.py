@@ -10,6 +10,7 @@ import pytest
 from common.bus.storage import WORKERS_CONFIG
 from contracts.codec import encode
 from contracts.errors import InvalidValueError
+from contracts.pull import Transfer
 from services.decode.service import DecodeService
 from services.launcher.arguments import parse
 from services.launcher.console import Console
@@ -46,7 +47,7 @@ def test_a_setting_is_changed_or_the_reason_is_told(
     """Status 0 and what it was and is; else status 1 and why nothing was changed."""
 
     async def scenario(mesh: Mesh) -> None:
-        await mesh.add(DecodeService, "decode-0")
+        await mesh.add(DecodeService, "decode-0", transfer=Transfer.PULL)
         screen = _Screen(mesh)
         assert await change_setting(mesh.bus, worker, setting, screen.console) == status
         assert screen.out.getvalue() == out

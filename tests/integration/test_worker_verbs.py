@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from common.bus.storage import EVENTS_CONFIG
+from common.runtime.settings import SettingsError, load
+from common.worker.configuration import rules_of
+from common.worker.core.role_settings import misplaced
+from common.worker.settings import WorkerSettings
 from contracts.errors import ErrorCode
 from contracts.handoff import HandoffList, ListHandoffs, Reserved
+from contracts.pull import Transfer
 from contracts.requests import Refused
 from contracts.subjects import WorkerVerb
 from contracts.workers import SetRefused, SettingChanged, SettingEvent, SetWorker, WorkerRole
@@ -25,6 +31,8 @@ KINDS: dict[WorkerRole, Any] = {
     WorkerRole.MIXED: MixedService,
 }
 
+VALUES = {"log_level": ("debug", "loud"), "parallel_shard_pull": ("1", "0", "maybe")}
+
 
 async def change(mesh: Mesh, role: str, key: str, value: str, by: str = "") -> Any:
     """Set one setting of the worker of a role."""
@@ -36,7 +44,7 @@ def test_a_decode_worker_changes_how_it_pulls_while_it_runs() -> None:
     """It holds at once, and the answer says what it was before."""
 
     async def scenario(mesh: Mesh) -> None:
-        service = await mesh.add(DecodeService, "decode-0")
+        service = await mesh.add(DecodeService, "decode-0", transfer=Transfer.PULL)
         for value, before, after in (("0", "1", "0"), ("true", "0", "1"), ("1", "1", "1")):
             answer = await change(mesh, "decode", "parallel_shard_pull", value)
             assert answer == SettingChanged(worker_id="decode-0", key="parallel_shard_pull", before=before, value=after)
@@ -50,7 +58,7 @@ def test_a_change_is_an_event() -> None:
 
     async def scenario(mesh: Mesh) -> None:
         await mesh.bus.ensure_stream(EVENTS_CONFIG)
-        service = await mesh.add(DecodeService, "decode-0")
+        service = await mesh.add(DecodeService, "decode-0", transfer=Transfer.PULL)
         await change(mesh, "decode", "parallel_shard_pull", "0", "somebody@somewhere")
         assert isinstance(await change(mesh, "decode", "parallel_shard_pull", "perhaps"), SetRefused)
         await change(mesh, "decode", "log_level", "debug")
@@ -96,6 +104,7 @@ def test_every_worker_changes_its_log_level(role: WorkerRole) -> None:
     ("role", "key", "value", "rule"),
     [
         ("decode", "parallel_shard_pull", "maybe", "0, 1, true or false"),
+        ("decode", "parallel_shard_pull", "0", "only with transfer=pull; this worker has transfer=push"),
         ("decode", "num_blocks", "7", "it is read at the start alone"),
         ("decode", "parallel_pull", "0", "there is no such setting"),
         ("prefill", "parallel_shard_pull", "0", "one of log_level may change while this worker runs"),
@@ -116,6 +125,45 @@ def test_what_cannot_be_set_is_refused_by_name(role: str, key: str, value: str, 
         assert service.live.now == before
 
     in_mesh(scenario)
+
+
+@pytest.mark.parametrize("transfer", Transfer)
+@pytest.mark.parametrize("role", WorkerRole)
+def test_what_a_worker_would_not_start_with_it_does_not_change_to(role: WorkerRole, transfer: Transfer) -> None:
+    """Every live setting with every kind of value: the start's rule word for word, or the change."""
+
+    async def scenario(mesh: Mesh) -> None:
+        await mesh.add(KINDS[role], f"{role}-0", transfer=transfer)
+        unknown = await change(mesh, role, "nothing", "1")
+        keys = [key for key in VALUES if re.search(rf"\b{key}\b", unknown.error.message)]
+        assert f"one of {', '.join(keys)} may change" in unknown.error.message, "VALUES has every live setting"
+        for key in keys:
+            for value in VALUES[key]:
+                answer = await change(mesh, role, key, value)
+                told = answer.error.message if isinstance(answer, SetRefused) else ""
+                rule = _rule_at_start(role, transfer, key, value)
+                assert told == (f"{key}: {value!r} is not allowed; the rule is: {rule}" if rule else "")
+
+    in_mesh(scenario)
+
+
+def _rule_at_start(role: WorkerRole, transfer: Transfer, key: str, value: str) -> str:
+    """Why a worker of this transfer does not start with a value of its own; empty: it does."""
+    try:
+        load(
+            WorkerSettings,
+            role=role,
+            spec=f"worker_id=w,model=m,engine=fake,{key}={value}",
+            overrides=(f"transfer={transfer}",),
+            environ={},
+            rules=rules_of(role),
+            misplaced=misplaced(role),
+        )
+    except SettingsError as error:
+        (problem,) = error.problems
+        assert problem.key == key
+        return problem.rule
+    return ""
 
 
 def test_a_new_broker_hears_which_handoffs_a_worker_holds() -> None:

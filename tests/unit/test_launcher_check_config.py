@@ -111,6 +111,29 @@ def test_up_refuses_what_the_check_refuses() -> None:
     assert len(caught.value.problems) == len(check(*REFUSED).findings)
 
 
+def test_how_to_pull_may_be_set_for_everybody_where_some_decode_workers_are_pushed_to() -> None:
+    """It holds for those that pull; of the others the check says that it comes to nothing. Given to the role it is refused for those."""
+    words = ("--prefill", "", "--decode", "", "--decode", "transfer=pull")
+    environ = {"PD_PARALLEL_SHARD_PULL": "0"}
+    plan = planned(*words, environ=environ)
+    assert [worker.settings.value.parallel_shard_pull for worker in plan.workers if worker.role == "decode"] == [
+        False
+    ] * 2
+    lines = render_check(check(*words, environ=environ)).splitlines()
+    told = [line for line in lines if line.startswith("decode-") or "parallel_shard_pull" in line]
+    assert told == [
+        "decode-0",
+        "  parallel_shard_pull = 0 comes to nothing: this worker has transfer=push",
+        "decode-1",
+    ]
+    (found,) = check(*words, "--set", "decode.parallel_shard_pull=0").findings
+    assert (found.service, found.problem.key, found.problem.name) == (
+        "decode-0",
+        "parallel_shard_pull",
+        "only_with_pull",
+    )
+
+
 def test_a_warning_says_how_to_roll_back() -> None:
     """The check shows it, and a start says it once for the worker."""
     words = ("--mixed", "tp=4,dcp=2,experimental_dcp_chunked_prefill=1", "--mixed", "tp=2")

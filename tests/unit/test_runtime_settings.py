@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
@@ -172,7 +172,7 @@ def test_rules_from_outside_are_checked_like_the_structs_own() -> None:
     """They see the whole struct, and are told with everything else, with the rule's name and remedy, where what they name could be read."""
 
     def rules(value: Example) -> list[SettingsProblem]:
-        rule = {"rule": "at most 0.4 with tp above 1", "name": "ratio_of_many", "remedy": "lower ratio"}
+        rule: dict[str, Any] = {"rule": "at most 0.4 with tp above 1", "name": "ratio_of_many", "remedy": "lower ratio"}
         return [SettingsProblem(key="ratio", value=str(value.ratio), **rule)] if value.tp > 1 else []
 
     assert load(Example, role="x", spec="tp=1", environ={}, rules=rules).value == Example()

@@ -255,7 +255,8 @@ def test_a_refusal_says(  # noqa: PLR0917 - a row of the table
 ) -> None:
     """One setting is wrong, and the refusal names it with its value, the rule, and what to change."""
     (refusal,) = judge(settings(**values), role, FakeModel()).refusals
-    assert refusal == Refusal(rule=rule, key=key, value=value, text=text, remedy=remedy)
+    for_one = rule is Rule.PULL_ONLY  # set for everybody it reaches those whom it concerns
+    assert refusal == Refusal(rule=rule, key=key, value=value, text=text, remedy=remedy, addressed_only=for_one)
 
 
 def test_what_was_not_shown_to_work_with_dcp_is_told_beside_its_own_rule() -> None:
@@ -318,3 +319,9 @@ def test_the_warning_and_what_settings_come_to_say() -> None:
     assert judge(named, P, FakeModel()).resolved == (
         Resolved(key="num_staging_rows", value=4, effective=0, reason="a prefill worker pulls nothing"),
     )
+    pushed = settings(pull=PulledRoles.ALL, parallel_shard_pull=False, num_staging_rows=4)
+    given = {"pull": "all", "parallel_shard_pull": False, "num_staging_rows": 4}
+    assert [each for each in judge(pushed, D, FakeModel()).resolved if each.key in given] == [
+        Resolved(key=key, value=value, effective="nothing", reason="this worker has transfer=push")
+        for key, value in given.items()
+    ]

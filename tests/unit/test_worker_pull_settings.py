@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.runtime.settings import load
-from common.worker.core.compatibility import judge
+from common.runtime.settings import SettingsError, load
+from common.worker.configuration import rules_of
+from common.worker.core.compatibility import Rule, judge
 from common.worker.settings import PulledRoles, WorkerSettings
 from contracts.manifest import Role
 from contracts.pull import Transfer
@@ -63,6 +65,52 @@ def test_what_has_no_effect_is_refused(changes: dict[str, Any], key: str, rule: 
     assert (
         judge(settings(**changes), WorkerRole.PREFILL, None).refusals == ()
     )  # set for everybody, it does not concern this one
+
+
+GIVEN: dict[str, tuple[str, object]] = {
+    "pull": ("all", "all"),
+    "parallel_shard_pull": ("0", False),
+    "num_staging_rows": ("3", 3),
+}
+"""As text, and as JSON has it."""
+
+
+def read(transfer: Transfer, **places: Any) -> WorkerSettings:
+    """Start a decode worker of this transfer with settings from some places."""
+    own = f"worker_id=d,model=m,engine=fake,transfer={transfer}{places.pop('spec', '')}"
+    return load(
+        WorkerSettings, role="decode", spec=own, rules=rules_of(WorkerRole.DECODE), **({"environ": {}} | places)
+    ).value
+
+
+@pytest.mark.parametrize("key", GIVEN)
+def test_what_is_set_for_everybody_holds_for_decode_workers_that_pull(key: str, tmp_path: Path) -> None:
+    """One that is pushed to passes it over, wherever it is set; addressed to that one or its role it is refused by name."""
+    value, content = GIVEN[key]
+    files = [tmp_path / "all.json", tmp_path / "role.json"]
+    files[0].write_text(json.dumps({key: content}), encoding="utf-8")
+    files[1].write_text(json.dumps({"decode": {key: content}}), encoding="utf-8")
+    for_all: list[dict[str, Any]] = [
+        {"environ": {f"PD_{key.upper()}": value}},
+        {"overrides": [f"{key}={value}"]},
+        {"config_file": files[0]},
+    ]
+    for_one: list[dict[str, Any]] = [
+        {"environ": {f"PD_DECODE__{key.upper()}": value}},
+        {"overrides": [f"decode.{key}={value}"]},
+        {"config_file": files[1]},
+        {"spec": f",{key}={value}"},
+    ]
+    pulls = read(Transfer.PULL, **for_one[0])
+    for place in for_all:
+        assert getattr(read(Transfer.PULL, **place), key) == getattr(pulls, key)
+        assert read(Transfer.PUSH, **place).transfer is Transfer.PUSH
+    for place in for_one:
+        with pytest.raises(SettingsError) as caught:
+            read(Transfer.PUSH, **place)
+        assert [(problem.key, problem.name) for problem in caught.value.problems] == [(key, Rule.PULL_ONLY)]
+    mixed_up = for_all[0] | {"config_file": files[1]}
+    assert read(Transfer.PUSH, **mixed_up).transfer is Transfer.PUSH, "the environment counts more than the file"
 
 
 def test_the_environment_and_a_spec_say_how_to_pull() -> None:

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 import msgspec
 
 from common.worker.core.dcp_validated import not_validated
-from common.worker.core.effective import Resolved, is_prefill_chunked, resolved_of
-from common.worker.settings import ARRIVAL, DEFAULT_TRANSPORT_HOST, MTP, PulledRoles, WorkerSettings
+from common.worker.core.effective import Resolved, given_for_pulls, is_prefill_chunked, resolved_of
+from common.worker.settings import ARRIVAL, DEFAULT_TRANSPORT_HOST, MTP, WorkerSettings
 from contracts.dataplane import Transport
 from contracts.errors import InvalidValueError
 from contracts.pull import Transfer
@@ -77,13 +77,17 @@ class Rule(StrEnum):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A combination that is not allowed: the setting, its value, the rule by name and in words, and what to change."""
+    """A combination that is not allowed: the setting, its value, the rule by name and in words, and what to change.
+
+    `addressed_only`: set for everybody it is no mistake, but passed over by this worker.
+    """
 
     rule: Rule
     key: str
     value: str
     text: str
     remedy: str
+    addressed_only: bool = False
 
 
 class Caution(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,20 +240,16 @@ def _guessing(case: _Case) -> Iterator[Refusal]:
 
 
 def _pulling(case: _Case) -> Iterator[Refusal]:
-    """What only a worker that pulls uses: whoever set it believes that this one does."""
+    """What only a worker that pulls uses: whoever gives it to this one believes that it does."""
     settings = case.settings
     if case.role is not WorkerRole.DECODE:
         return  # set for everybody: it does not concern this one
     if settings.transfer is not Transfer.PULL:
         text = f"only with transfer={Transfer.PULL}; this worker has transfer={settings.transfer}"
-        given = {
-            "pull": settings.pull is not PulledRoles.STATES,
-            "parallel_shard_pull": not settings.parallel_shard_pull,
-            "num_staging_rows": settings.num_staging_rows != 0,
-        }
-        for key, is_given in given.items():
-            if is_given:
-                yield _refuse(case, Rule.PULL_ONLY, key, text, f"leave it out, or set transfer={Transfer.PULL}")
+        remedy = f"leave it out, or set transfer={Transfer.PULL}"
+        for key in given_for_pulls(settings):
+            refusal = _refuse(case, Rule.PULL_ONLY, key, text, remedy)
+            yield msgspec.structs.replace(refusal, addressed_only=True)
     elif settings.num_staging_rows > settings.num_slots:
         text = f"at most num_slots = {settings.num_slots}: a request that is pulled has a slot"
         yield _refuse(case, Rule.STAGING_ROWS, "num_staging_rows", text, "lower it, or raise num_slots")

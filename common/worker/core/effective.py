@@ -6,12 +6,16 @@ The settings stay as they were given: whoever acts on one of these switches asks
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 
-from common.worker.settings import WorkerSettings
+from common.worker.settings import PulledRoles, WorkerSettings
+from contracts.pull import Transfer
 from contracts.rank import DrafterKind
 from contracts.workers import WorkerRole
+
+_NOTHING: Final = "nothing"
 
 
 class EffectiveSwitches(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,14 +69,31 @@ def effective_of(settings: WorkerSettings, role: WorkerRole) -> EffectiveSwitche
     )
 
 
+def given_for_pulls(settings: WorkerSettings) -> tuple[str, ...]:
+    """The settings which only a decode worker that pulls looks at, as far as they are not their defaults."""
+    given = {
+        "pull": settings.pull is not PulledRoles.STATES,
+        "parallel_shard_pull": not settings.parallel_shard_pull,
+        "num_staging_rows": settings.num_staging_rows != 0,
+    }
+    return tuple(key for key, is_given in given.items() if is_given)
+
+
 def resolved_of(settings: WorkerSettings, role: WorkerRole) -> tuple[Resolved, ...]:
-    """Every switch that comes to something else than was set, in the order of the settings."""
+    """Every switch that comes to something else than was set, in the order of the settings; last those that come to nothing."""
     effective = effective_of(settings, role)
-    return tuple(
+    found = [
         Resolved(key=key, value=getattr(settings, key), effective=getattr(effective, key), reason=reason)
         for key, reason in _reasons(settings, role)
         if getattr(settings, key) != getattr(effective, key)
-    )
+    ]
+    if role is WorkerRole.DECODE and settings.transfer is not Transfer.PULL:
+        reason = f"this worker has transfer={settings.transfer}"
+        found += [
+            Resolved(key=key, value=getattr(settings, key), effective=_NOTHING, reason=reason)
+            for key in given_for_pulls(settings)
+        ]
+    return tuple(found)
 
 
 def _reasons(settings: WorkerSettings, role: WorkerRole) -> Iterator[tuple[str, str]]:
@@ -81,8 +102,10 @@ def _reasons(settings: WorkerSettings, role: WorkerRole) -> Iterator[tuple[str, 
         yield "dcp_interleave", "0 means block_size"
     yield "chunked_prefill", "a decode worker computes no prompts"
     yield "mix_batch", f"with dcp={settings.dcp} prompts and decoding do not share steps"
-    pulls = role is WorkerRole.DECODE
-    yield "num_staging_rows", "0 means num_slots" if pulls else f"a {role} worker pulls nothing"
+    if role is not WorkerRole.DECODE:
+        yield "num_staging_rows", f"a {role} worker pulls nothing"
+    elif settings.transfer is Transfer.PULL:
+        yield "num_staging_rows", "0 means num_slots"
     if settings.num_speculative_tokens:
         keeps = settings.drafter_of(role) is DrafterKind.MTP
         also = ": it keeps the draft head's cache for those who do" if keeps else ""
