@@ -23,6 +23,34 @@ class Transport(enum.StrEnum):
     """TCP, between hosts."""
 
 
+class Asked(enum.StrEnum):
+    """What a peer wants of a region."""
+
+    CONNECT = "connect"
+    """To reach it, or whatever a caller wants that has not said so yet."""
+    WRITE = "write"
+    READ = "read"
+
+
+class RefusalReason(enum.StrEnum):
+    """Why the owner of a region turns a peer away."""
+
+    REGION = "region"
+    """There is no such region of this start here."""
+    CELLS = "cells"
+    """The grant names cells that the region does not have."""
+    STALE = "stale"
+    """The grant's generation is not in its cells: it was taken back, or never given."""
+    SECRET = "secret"  # noqa: S105 - the name of a reason
+    """The generation is right, and the secret is not the one that the grant was opened with."""
+    BOUNDS = "bounds"
+    """Bytes outside the region."""
+    REVOKED = "revoked"
+    """The grant was good when the transfer began, and was taken back meanwhile."""
+    MALFORMED = "malformed"
+    """Bytes that no peer of ours sends."""
+
+
 class Memory(enum.StrEnum):
     """Kind of memory that a region's data lies in."""
 

@@ -1,7 +1,7 @@
 """What a worker's asyncio process and its rank processes say to each other, in msgpack.
 
 Every command is answered by every rank, in the order in which commands were sent; `PartPushed`, `PeerLinked`, `RankProgress`,
-and what is said of a pull come on their own. Versions are not mixed here: both ends are the same build.
+`RefusedTransfers` and what is said of a pull come on their own. Versions are not mixed here: both ends are the same build.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from contracts.dataplane import RegionDescriptor
+from contracts.dataplane import Asked, RefusalReason, RegionDescriptor
 from contracts.errors import ErrorInfo
 from contracts.handoff import Grant, GrantSecret
 from contracts.manifest import Namespace, RankManifest, Role
@@ -343,6 +343,21 @@ class RankScan(msgspec.Struct, frozen=True, kw_only=True, tag="rank_scan"):
     staging_rows: tuple[int, ...] = ()
 
 
+class RefusedCount(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How often peers asked this of a rank's memory and were turned away for this reason."""
+
+    asked: Asked
+    reason: RefusalReason
+    count: int
+
+
+class RefusedTransfers(msgspec.Struct, frozen=True, kw_only=True, tag="refused_transfers"):
+    """All that a rank has refused its peers since its start. Told soon after a refusal; many come together."""
+
+    rank: int
+    counts: tuple[RefusedCount, ...]
+
+
 class StopRank(msgspec.Struct, frozen=True, kw_only=True, tag="stop_rank"):
     """Leave. Answered by `Done`, then the rank's process ends with status 0."""
 
@@ -370,4 +385,4 @@ RankCommand: TypeAlias = (
     | StopRank
 )
 RankAnswer: TypeAlias = RankStarted | StepDone | SequenceDigests | RankScan | Done
-RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed | PeerLinked | PullReport
+RankMessage: TypeAlias = RankAnswer | RankProgress | PartPushed | PeerLinked | RefusedTransfers | PullReport

@@ -9,6 +9,7 @@ from typing import Final
 from common.dataplane.checks import check_grant, check_runs
 from common.dataplane.fake_network import TRANSPORT, FakeNetwork, FakeRegion, Fault, FaultKind, address_of
 from common.dataplane.port import Capabilities, DataPlaneError, Outcome, Region, TransferResult, WriteGrant
+from common.dataplane.refusal_counts import RefusalCounts
 from common.dataplane.waiting import STOPPED
 from common.layout.run import Run
 from contracts.dataplane import DESCRIPTOR_VERSION, RegionDescriptor
@@ -136,6 +137,7 @@ class FakeDataPlane:
 
     def __init__(self, network: FakeNetwork, *, peer_id: str, incarnation: str, now: Callable[[], float]) -> None:
         """Join `network`; deadlines are on `now`'s clock."""
+        self.refusals: Final = RefusalCounts()
         self.network: Final = network
         self.peer_id: Final = peer_id
         self.incarnation: Final = incarnation

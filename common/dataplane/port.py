@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from common.dataplane.refusal_counts import RefusalCounts
 from common.layout.run import Run
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import ErrorCode, PdmeshError
@@ -187,6 +188,11 @@ class DataPlane(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What this adapter can do."""
+        ...
+
+    @property
+    def refusals(self) -> RefusalCounts:
+        """What peers were refused at the regions of this end, as far as it is asked: where they map its memory they refuse themselves."""
         ...
 
     def allocate(self, nbytes: int, num_cells: int) -> Region:

@@ -22,6 +22,7 @@ from common.dataplane.fd_server import FdServer, RegionRequest, request_fd
 from common.dataplane.ofd_lock import reopen
 from common.dataplane.open_ends import OpenEnds
 from common.dataplane.port import Capabilities, DataPlaneError
+from common.dataplane.refusal_counts import RefusalCounts
 from common.dataplane.shm_region import TRANSPORT, ShmRegion
 from contracts.dataplane import GENERATION_BITS, RegionDescriptor
 
@@ -50,6 +51,7 @@ class ShmDataPlane:
         self.peer_id: Final = peer_id
         self.incarnation: Final = incarnation
         self.now: Final = now
+        self.refusals: Final = RefusalCounts()
         self.server: Final = FdServer(directory)
         self._open: Final = OpenEnds[ShmRegion, "ShmRemoteRegion"]()
 

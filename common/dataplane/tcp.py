@@ -15,6 +15,7 @@ from typing import Final
 from common.dataplane.checks import check_descriptor
 from common.dataplane.open_ends import OpenEnds
 from common.dataplane.port import Capabilities
+from common.dataplane.refusal_counts import RefusalCounts
 from common.dataplane.shm_memory import data_offset
 from common.dataplane.tcp_region import TcpRegion
 from common.dataplane.tcp_remote import TcpRemoteRegion
@@ -60,7 +61,8 @@ class TcpDataPlane:
         self.peer_id: Final = peer_id
         self.incarnation: Final = incarnation
         self.now: Final = now
-        self.server: Final = TcpServer(host, port, now=now)
+        self.refusals: Final = RefusalCounts()
+        self.server: Final = TcpServer(host, port, now=now, refusals=self.refusals)
         shown = advertise_host or host
         self._address: Final = f"[{shown}]:{self.server.port}" if ":" in shown else f"{shown}:{self.server.port}"
         self._open: Final = OpenEnds[TcpRegion, TcpRemoteRegion]()

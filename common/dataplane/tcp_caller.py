@@ -11,7 +11,10 @@ from typing import Final
 
 import numpy as np
 
+from common.dataplane.cell_check import CellCheck
+from common.dataplane.checks import check_grant
 from common.dataplane.port import WriteGrant
+from common.dataplane.refusal_counts import RefusalCounts
 from common.dataplane.tcp_channel import Channel, ChannelError, Fault
 from common.dataplane.tcp_pieces import MOST_FEW
 from common.dataplane.tcp_region import RefusedError, StaleError, TcpRegion
@@ -36,6 +39,7 @@ from common.dataplane.tcp_wire import (
     encode_data,
     hello_length,
 )
+from contracts.dataplane import Asked, RefusalReason
 
 GREETING_TIMEOUT_S: Final = 5.0
 HEAD_TIMEOUT_S: Final = 5.0
@@ -47,14 +51,35 @@ _OUTSIDE: Final = "a piece is out of bounds"
 _WRONG_SUM: Final = "the pieces of a batch do not add up"
 
 
+_ASKED: Final = {Operation.WRITE: Asked.WRITE, Operation.READ: Asked.READ}
+
+
+class _ReasonedError(RefusedError):
+    """Refused for a reason that shows here already."""
+
+    def __init__(self, text: str, reason: RefusalReason) -> None:
+        super().__init__(text)
+        self.reason: Final = reason
+
+
 class Caller:
     """Serves one connection in the thread that calls `serve`, until it ends or `stop`."""
 
-    def __init__(self, channel: Channel, find: Callable[[Hello], TcpRegion | None], now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        find: Callable[[Hello], TcpRegion | None],
+        now: Callable[[], float],
+        refusals: RefusalCounts,
+    ) -> None:
         """Owns `channel`; `find` gives the region that a greeting names."""
         self._channel = channel
         self._find = find
         self._now = now
+        self._refusals = refusals
+        self._asked = Asked.CONNECT
+        self._let_in = False
+        self._grant: WriteGrant | None = None
         self._batch = memoryview(bytearray(PREFIX.size + MAX_SEGMENTS * SEGMENT_BYTES))
         self.region: TcpRegion | None = None
         """The region that the caller wants, once it has said so."""
@@ -76,13 +101,36 @@ class Caller:
                 head = self._receive_head()
                 self._transfer(region, head)
         except RefusedError as error:
+            self._count(error)
             status = Status.STALE if isinstance(error, StaleError) else Status.FAILED
             self._channel.say_last(encode_answer(status, 0, str(error)))
             self._channel.drain(DRAIN_BYTES, self._now() + DRAIN_TIMEOUT_S)
-        except (ChannelError, WireError):
-            pass  # the caller is gone, was told to go, or is not one of ours
+        except WireError:
+            self._refusals.add(self._asked, RefusalReason.MALFORMED)  # the caller is not one of ours
+        except ChannelError:
+            pass  # the caller is gone, or was told to go
         finally:
             self._channel.close()
+
+    def _count(self, error: RefusedError) -> None:
+        """Count what is refused by its reason. A transfer that was let in and broke with its connection was not refused."""
+        if isinstance(error, _ReasonedError):
+            self._refusals.add(self._asked, error.reason)
+        elif not self._let_in:
+            self._refusals.add(self._asked, self._reason_at_entry(error))
+        elif isinstance(error, StaleError):
+            self._refusals.add(self._asked, RefusalReason.REVOKED)
+
+    def _reason_at_entry(self, error: RefusedError) -> RefusalReason:
+        """Why a transfer was not let in."""
+        region, grant = self.region, self._grant
+        if region is None or grant is None:
+            raise AssertionError("who asks for a transfer has named a region and a grant")
+        if check_grant(grant, region.memory.num_cells):
+            return RefusalReason.CELLS
+        if not CellCheck(region.memory, grant.cells).all_hold(grant.generation):
+            return RefusalReason.STALE
+        return RefusalReason.SECRET if isinstance(error, StaleError) else RefusalReason.REGION
 
     def _greet(self) -> TcpRegion:
         deadline = self._now() + GREETING_TIMEOUT_S
@@ -90,10 +138,11 @@ class Caller:
         hello = decode_hello(self._channel.receive_bytes(length, deadline))
         region = self._find(hello)
         if region is None:
-            raise RefusedError("no such region of this incarnation here, or another has taken its place")
+            text = "no such region of this incarnation here, or another has taken its place"
+            raise _ReasonedError(text, RefusalReason.REGION)
         self.region = region
         if self._find(hello) is not region:  # closed meanwhile, without an order to stop
-            raise RefusedError("the region has been closed")
+            raise _ReasonedError("the region has been closed", RefusalReason.REGION)
         self._channel.send(encode_answer(Status.DONE, 0, ""), deadline)
         return region
 
@@ -104,13 +153,15 @@ class Caller:
 
     def _transfer(self, region: TcpRegion, head: bytes) -> None:
         begin = decode_begin(head)
+        self._asked, self._let_in = _ASKED[begin.operation], False
         if not 0 < begin.num_cells <= region.memory.num_cells:
-            raise RefusedError(f"the grant names {begin.num_cells} cells of {region.memory.num_cells}")
+            text = f"the grant names {begin.num_cells} cells of {region.memory.num_cells}"
+            raise _ReasonedError(text, RefusalReason.CELLS)
         size = begin.num_cells * CELL_BYTES
         table_size = PREFIX.size + begin.num_first * SEGMENT_BYTES if begin.num_batches else 0
         rest = memoryview(self._channel.receive_bytes(size + table_size, self._now() + HEAD_TIMEOUT_S))
         first = rest[size:]
-        grant = WriteGrant(
+        self._grant = grant = WriteGrant(
             lock_cell=begin.lock_cell,
             cells=tuple(rest[:size].cast("I")),
             generation=begin.generation,
@@ -122,10 +173,12 @@ class Caller:
                 nbytes = self._write(region, begin, grant, first, deadline)
             case Operation.READ:
                 nbytes = self._read(region, begin, grant, first, deadline)
+        self._asked = Asked.CONNECT
         self._channel.send(encode_answer(Status.DONE, nbytes, ""), self._now() + ANSWER_TIMEOUT_S)
 
     def _write(self, region: TcpRegion, begin: Begin, grant: WriteGrant, first: memoryview, deadline: float) -> int:
         landing = region.enter(grant, self._channel)
+        self._let_in = True
         nbytes = 0
         try:
             for _ in range(begin.num_batches):
@@ -148,6 +201,7 @@ class Caller:
 
     def _read(self, region: TcpRegion, begin: Begin, grant: WriteGrant, first: memoryview, deadline: float) -> int:
         cells = region.check(grant)
+        self._let_in = True
         nbytes = 0
         for _ in range(begin.num_batches):
             pieces = self._pieces_of(region, first or self._receive_table(deadline))
@@ -186,7 +240,7 @@ class Caller:
         limit = np.uint64(region.memory.length)
         # The second comparison cannot wrap around: it is only made where the first one holds everywhere.
         if (lengths > limit).any() or (offsets > limit - lengths).any():
-            raise RefusedError(_OUTSIDE)
+            raise _ReasonedError(_OUTSIDE, RefusalReason.BOUNDS)
         if not nbytes or sum(lengths.tolist()) != nbytes:
             raise WireError(_WRONG_SUM)
         return vector_into(region.memory, offsets, lengths)
@@ -199,7 +253,7 @@ def _few_of(region: TcpRegion, table: memoryview, nbytes: int) -> Vector:
     limit = region.memory.length
     for offset, length in zip(offsets, lengths, strict=True):
         if offset + length > limit:
-            raise RefusedError(_OUTSIDE)
+            raise _ReasonedError(_OUTSIDE, RefusalReason.BOUNDS)
     if not nbytes or sum(lengths) != nbytes:
         raise WireError(_WRONG_SUM)
     return vector_into(region.memory, offsets, lengths)

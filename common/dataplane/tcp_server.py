@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from common.dataplane.port import DataPlaneError
+from common.dataplane.refusal_counts import RefusalCounts
 from common.dataplane.tcp_caller import Caller
 from common.dataplane.tcp_channel import LOOPBACK_BUFFER_BYTES, Channel
 from common.dataplane.tcp_region import TcpRegion
@@ -30,9 +31,10 @@ _NAP_S: Final = 0.01
 class TcpServer:
     """Serves the regions that were added, until `close`."""
 
-    def __init__(self, host: str, port: int, *, now: Callable[[], float]) -> None:
+    def __init__(self, host: str, port: int, *, now: Callable[[], float], refusals: RefusalCounts) -> None:
         """Listen on `host` (a name or an address of this machine) and `port` (0: a free one). Raises `DataPlaneError`."""
         self._now = now
+        self._refusals = refusals
         self._guard = threading.Lock()
         self._regions: dict[str, TcpRegion] = {}
         self._callers: dict[Caller, threading.Thread] = {}
@@ -123,7 +125,7 @@ class TcpServer:
                 connection.close()
 
     def _accept(self, connection: socket.socket) -> None:
-        caller = Caller(Channel(connection, self._now), self.find, self._now)
+        caller = Caller(Channel(connection, self._now), self.find, self._now, self._refusals)
         thread = threading.Thread(target=self._serve, args=(caller,), name="dataplane-tcp-caller", daemon=True)
         with self._guard:
             greeting = [other for other in self._callers if other.region is None and not other.stopped]

@@ -5,11 +5,12 @@ Adapters: `common.engine.ranks.group` (ranks in processes, or in threads for tes
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeAlias
 
 import msgspec
 
+from contracts.dataplane import Asked, RefusalReason
 from contracts.errors import ErrorCode, ErrorInfo, PdmeshError
 from contracts.handoff import PartDigest
 from contracts.pull import RoleMerge, ShardPull
@@ -27,6 +28,9 @@ from contracts.rank import (
 from contracts.rank_pull import PullReport, PullShards
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerDescription
+
+Refused: TypeAlias = Mapping[tuple[Asked, RefusalReason], int]
+"""How often what was asked of an engine's memory was refused, and why, since its start."""
 
 
 class EngineError(PdmeshError):
@@ -201,6 +205,13 @@ class Engine(Protocol):
 
     async def scan(self) -> tuple[RankScan, ...]:
         """What each rank really holds."""
+        ...
+
+    def watch_refused(self, told: Callable[[Refused], None]) -> None:
+        """Call `told` on the event loop whenever peers were refused at this engine's memory, with all of it; at once for what was before.
+
+        It must not raise. There is one such watcher at a time. Where peers map the memory and refuse themselves, it is never called.
+        """
         ...
 
     async def next_push(self) -> PartPushed:

@@ -36,6 +36,7 @@ from common.worker.fences import Fences
 from common.worker.inspection import Inspection
 from common.worker.live_settings import LiveSettings
 from common.worker.prompt_intake import PromptIntake
+from common.worker.refused_transfers import RefusedTransfers
 from common.worker.replay import Replay
 from common.worker.replica import Replica, StartedEngine
 from common.worker.replica_set import ReplicaSet
@@ -145,6 +146,9 @@ class WorkerService(ABC):
             limits=settings,
             modes=modes_of(self.effective, self.role),
             num_reports=lambda: self.reports.running,
+        )
+        self._refused = RefusedTransfers(
+            parts.metrics, parts.log, parts.clock, (started.engine for started in parts.engines)
         )
         self._inspection = Inspection(
             settings.worker_id,

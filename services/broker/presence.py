@@ -10,6 +10,7 @@ from common.bus.silence import Silence
 from common.bus.storage import WORKER_TTL_S, ttl_on
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import Log
+from common.runtime.metrics import Metrics
 from contracts.requests import WorkerRef
 from services.broker.core.leases import Leases
 
@@ -23,11 +24,17 @@ class Presence:
         clock: Clock,
         log: Log,
         *,
+        metrics: Metrics,
         on_gone: Callable[[WorkerRef], None],
         is_mute: Callable[[], bool] = lambda: False,
     ) -> None:
         self._clock = clock
         self._log = log
+        self._replaced = metrics.counter(
+            "broker_workers_replaced_total",
+            "Starts of workers whose place another start of the same id took before they had signed off or fallen silent: one that "
+            "crashed and was back at once, or a second process with that id, of which the earlier one then ends.",
+        )
         self._on_gone = on_gone
         ttl_s = ttl_on(bus, WORKER_TTL_S)
         self._leases = Leases(ttl_s=ttl_s)
@@ -43,7 +50,16 @@ class Presence:
 
     def heard(self, worker: WorkerRef) -> None:
         """Note a worker's sign of life: every other start of it is over."""
-        self._tell(self._leases.heard(worker, self._clock.monotonic()))
+        before = self._leases.heard(worker, self._clock.monotonic())
+        if before is not None:
+            self._replaced.inc()
+            self._log.info(
+                "worker_replaced",
+                worker_id=worker.worker_id,
+                incarnation=before.incarnation,
+                by_incarnation=worker.incarnation,
+            )
+        self._tell(before)
         self._expected.delete(_key(worker))
         self._miss_all(worker.worker_id)
 

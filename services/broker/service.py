@@ -97,7 +97,7 @@ class Broker:
             parts_query_ms=settings.parts_query_ms,
         )
         self._handoffs = LiveHandoffs(keep_ended_s=settings.keep_ended_s, max_ended=settings.max_ended)
-        self.workers = Presence(bus, clock, log, on_gone=self._worker_gone, is_mute=is_mute)
+        self.workers = Presence(bus, clock, log, metrics=metrics, on_gone=self._worker_gone, is_mute=is_mute)
         """Which workers are there: who watches `PD_WORKERS` feeds this."""
         self.routers = RouterPresence(bus, clock, log, on_gone=self._router_gone, is_mute=is_mute)
         """Which routers are there: who watches `PD_ROUTERS` feeds this."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from contracts import rank, rank_pull
+from contracts.dataplane import Asked, RefusalReason
 from contracts.manifest import (
     Namespace,
     Role,
@@ -124,6 +125,10 @@ RANK_MESSAGES: Final[tuple[rank.RankCommand | rank.RankMessage, ...]] = (
     ),
     rank.RankScan(
         rank=1, seqs=(9, 10), num_queued_pushes=2, num_open_fds=20, num_memfds=1, num_pulls=1, staging_rows=(1,)
+    ),
+    rank.RefusedTransfers(
+        rank=1,
+        counts=(rank.RefusedCount(asked=Asked.WRITE, reason=RefusalReason.STALE, count=3),),
     ),
     rank.Done(rank=1, error=ERROR, indeterminate=(9,)),
 )

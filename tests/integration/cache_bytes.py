@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.dataplane.port import Capabilities, DataPlane, Region, RemoteRegion
+from common.dataplane.refusal_counts import RefusalCounts
 from contracts.dataplane import RegionDescriptor
 from contracts.manifest import Namespace, PagedPlace, RankManifest, Role, SlotPlace, Span, TensorKey
 from contracts.rank import StartRank
@@ -66,6 +67,10 @@ class _Watched:
     @property
     def capabilities(self) -> Capabilities:
         return self._plane.capabilities
+
+    @property
+    def refusals(self) -> RefusalCounts:
+        return self._plane.refusals
 
     def allocate(self, nbytes: int, num_cells: int) -> Region:
         region = self._plane.allocate(nbytes, num_cells)

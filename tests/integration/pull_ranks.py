@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from common.bus.storage import EVENTS_CONFIG
 from common.layout.replicas import plan_workers
 from common.runtime.clock import SystemClock
 from common.worker.replica import StartedEngine
 from common.worker.settings import WorkerSettings
-from contracts.dataplane import Transport
+from contracts.dataplane import Asked, RefusalReason, Transport
 from contracts.handoff import Grant, PartsReport, PrefillFinished, RequestEnded, Reserved, TakenOver
 from contracts.manifest import PlannedPart, Role
 from contracts.pull import PullEnded, Transfer
@@ -88,6 +90,19 @@ class RanksMesh:
         assert isinstance(await self.mesh.heard.get(), TakenOver)
         assert isinstance(await self.mesh.heard.get(), RequestEnded)
         return ids
+
+    def counted(self, worker: str, name: str) -> dict[tuple[str, ...], float]:
+        """The series of one of a worker's counters that are not zero, by the values of their labels."""
+        families = text_string_to_metric_families(self.mesh.services[worker].metrics.exposition().decode())
+        samples = (sample for family in families for sample in family.samples if sample.name == f"pdmesh_{name}")
+        return {tuple(sample.labels.values()): sample.value for sample in samples if sample.value}
+
+    async def turned_away(self, worker: str, *expected: tuple[Asked, RefusalReason], at_least: int) -> None:
+        """Wait until a worker's ranks have told of so many refusals of each of these kinds; of any other there are none."""
+        name = "worker_transfers_refused_total"
+        while min(self.counted(worker, name).get(kind, 0) for kind in expected) < at_least:
+            await self.mesh.clock.sleep(0.01)
+        assert self.counted(worker, name).keys() == set(expected)
 
     async def release(self, handoff: str) -> None:
         """Release both workers."""

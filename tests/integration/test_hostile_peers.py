@@ -117,9 +117,8 @@ async def test_what_nobody_answers_is_counted_and_logged_once(tmp_path: Path, ne
                 for receiver in operation.receivers:
                     for payload in payloads(operation.messages[0], by_field=network == "memory"):
                         await mesh.stranger.send(subject_for(operation, receiver), payload.data)
-                        if (
-                            payload.refusal is not None or operation.row == "parts done"
-                        ):  # of a handoff that nobody knows
+                        is_untrue = operation.row == "parts done"  # of a handoff that nobody knows
+                        if payload.refusal is not None or is_untrue:
                             key = (receiver, operation.row)
                             sent[key] = sent.get(key, 0) + 1
 

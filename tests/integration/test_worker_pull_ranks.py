@@ -12,7 +12,7 @@ from common.worker.core.doubts import MAX_FAILED_IN_A_ROW
 from common.worker.settings import PulledRoles
 from contracts import subjects
 from contracts.codec import decode
-from contracts.dataplane import Transport
+from contracts.dataplane import Asked, RefusalReason, Transport
 from contracts.errors import ErrorCode
 from contracts.events import EventName, HandoffEvent
 from contracts.handoff import Grant, PrefillFinished
@@ -93,7 +93,10 @@ async def test_a_shard_that_fails_on_real_ranks_gives_everything_back(tmp_path: 
 
 
 async def test_grants_to_read_that_are_not_good_any_more_are_refused_by_the_ranks(tmp_path: Path) -> None:
-    """Older, of another owner, replayed after its release: the services cannot know, the source's own header refuses each."""
+    """Older, of another owner, replayed after its release: the services cannot know, the source's own header refuses each.
+
+    Over shared memory it is the reader that looks at the header, and therefore the reader that counts.
+    """
     async with ranks_mesh(tmp_path, transfer=Transfer.PULL, pull=PulledRoles.ALL) as world:
         _, first = await world.compute("r0-0", PROMPTS[0])
         _, second = await world.compute("r1-0", PROMPTS[2])
@@ -119,6 +122,9 @@ async def test_grants_to_read_that_are_not_good_any_more_are_refused_by_the_rank
         replayed = await world.pull("r1-0", second.source)
         assert replayed.error is not None
         assert replayed.error.code is ErrorCode.TRANSFER_FAILED
+        refused = (len(forged) + 1) * 1.0
+        assert world.counted("decode-0", "worker_pulls_total") == {("ok",): 1, (ErrorCode.TRANSFER_FAILED,): refused}
+        assert world.counted("decode-0", "worker_shard_pulls_total") == {("done",): 2, ("failed",): 2 * refused}
         for handoff in ("r0-0", "r1-0"):
             await world.release(handoff)
 
@@ -137,6 +143,9 @@ async def test_a_grant_to_read_over_tcp_needs_its_secret(tmp_path: Path) -> None
             assert (ended.error.code, "secret" in ended.error.message) == (ErrorCode.TRANSFER_FAILED, True)
         assert decode_service._sources._sources == {"prefill-0": link}
         assert link.is_linked
+        failed = world.counted("decode-0", "worker_pulls_total")
+        assert failed == {(ErrorCode.TRANSFER_FAILED,): MAX_FAILED_IN_A_ROW}
+        await world.turned_away("prefill-0", (Asked.READ, RefusalReason.SECRET), at_least=MAX_FAILED_IN_A_ROW)
         assert (await world.pull("r0-0", finished.source, 9)).error is None
         assert await world.tokens("r0-0", finished) == list(PROMPTS[2].output_ids[:NUM_TOKENS])
         await world.release("r0-0")
@@ -146,7 +155,7 @@ async def test_a_grant_to_read_over_tcp_needs_its_secret(tmp_path: Path) -> None
 async def test_grants_to_write_that_are_not_good_are_refused_by_the_ranks(tmp_path: Path, transport: Transport) -> None:
     """Older, of another owner, replayed after its release, without its secret: prefill's pushes fail, and so does the handoff.
 
-    The owner of the memory that they name is not touched: its answer is the reference's.
+    The owner of the memory that they name is not touched: its answer is the reference's. Over tcp it counts whom it turned away.
     """
     async with ranks_mesh(tmp_path, transport=transport) as world:
         owner, finished = await world.compute("r9-0", PROMPTS[0])
@@ -170,6 +179,12 @@ async def test_grants_to_write_that_are_not_good_are_refused_by_the_ranks(tmp_pa
                 failed = told
             assert failed.error.code is ErrorCode.TRANSFER_FAILED, grant
             await world.release(handoff)
+            assert world.counted("prefill-0", "worker_pushes_total")["stale",] >= number + 1
+        if transport is Transport.TCP:
+            stale, secret = ((Asked.WRITE, reason) for reason in (RefusalReason.STALE, RefusalReason.SECRET))
+            await world.turned_away("decode-0", stale, secret, at_least=2)
+        else:
+            assert world.counted("decode-0", "worker_transfers_refused_total") == {}
         assert await world.tokens("r9-0", finished) == list(PROMPTS[0].output_ids[:NUM_TOKENS])
         await world.release("r9-0")
 

@@ -17,7 +17,7 @@ from common.engine.fake.model import fake_shape
 from common.engine.fake.pull import STATES, FakePull, FakeReads
 from common.engine.fake.pushes import pushed_part, unsent
 from common.engine.fake.tokens import VOCAB_SIZE, drawn_tokens, fake_token
-from common.engine.port import EngineError, EngineInfo, PullResult, StepResult
+from common.engine.port import EngineError, EngineInfo, PullResult, Refused, StepResult
 from common.engine.ranks.digests import part_digests
 from common.engine.transfer.pull_reports import Pulls
 from common.layout.context_parallel import dcp_rank as dcp_rank_of
@@ -315,6 +315,9 @@ class FakeEngine:
             )
             for rank in self._info.ranks
         )
+
+    def watch_refused(self, told: Callable[[Refused], None]) -> None:
+        """See `Engine.watch_refused`. No peer ever comes: there is no memory."""
 
     async def next_push(self) -> PartPushed:
         """See `Engine.next_push`."""

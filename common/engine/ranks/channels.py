@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from common.engine.port import EngineDeadError, EngineError
 from common.engine.ranks.datagrams import MAX_DATAGRAM_BYTES, Joiner, split
 from common.engine.ranks.link_reports import LinkReports
+from common.engine.ranks.refusal_news import RefusalNews
 from common.engine.transfer.pull_reports import Pulls
 from contracts.errors import CodecError, ErrorCode
 from contracts.rank import (
@@ -22,6 +23,7 @@ from contracts.rank import (
     RankProgress,
     RankScan,
     RankStarted,
+    RefusedTransfers,
     SequenceDigests,
     StepDone,
     StopRank,
@@ -65,6 +67,7 @@ class RankChannels:
         self._progress: asyncio.Queue[RankProgress | None] = asyncio.Queue(MAX_PUSH_REPORTS)
         self.links = LinkReports(size)
         self.pulls = Pulls(size)
+        self.refused = RefusalNews()
         self._death: str | None = None
 
     def attach(self, connections: Sequence[socket.socket]) -> None:
@@ -197,6 +200,8 @@ class RankChannels:
                         self.links.put(rank, message)
                     case ShardPulled() | RoleMerged() | PullStopped():
                         self.pulls.put(message)
+                    case RefusedTransfers():
+                        self.refused.put(rank, message)
                     case RankProgress():
                         self._progress.put_nowait(message)
                     case RankStarted() | StepDone() | SequenceDigests() | RankScan() | Done():

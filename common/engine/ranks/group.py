@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from common.engine.model.config import load_config
-from common.engine.port import EngineDeadError, EngineError, EngineInfo, PullResult, StepResult
+from common.engine.port import EngineDeadError, EngineError, EngineInfo, PullResult, Refused, StepResult
 from common.engine.ranks.channels import RankChannels
 from common.engine.ranks.digests import add_up
 from common.engine.ranks.launch import Launcher, RankHandle
@@ -221,6 +221,10 @@ class RankGroup:
     async def scan(self) -> tuple[RankScan, ...]:
         """See `Engine.scan`."""
         return await self._ask([ScanRank()] * len(self._starts), RankScan, self._timeouts.command_s)
+
+    def watch_refused(self, told: Callable[[Refused], None]) -> None:
+        """See `Engine.watch_refused`."""
+        self._channels.refused.listen(told)
 
     async def next_push(self) -> PartPushed:
         """See `Engine.next_push`. Raises `EngineDeadError` when there will be none any more."""

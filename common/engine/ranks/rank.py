@@ -36,6 +36,7 @@ from common.engine.transfer.pull_read import PullTarget
 from common.engine.transfer.puller import Puller
 from common.engine.transfer.push_faults import PushFaults
 from common.engine.transfer.pusher import Pusher
+from common.engine.transfer.refusal_reports import RefusalReports
 from common.layout.region import lay_out
 from common.layout.staging import STAGED_ROLES
 from common.runtime.clock import Clock
@@ -57,6 +58,7 @@ from contracts.rank import (
     RankProgress,
     RankScan,
     RankStarted,
+    RefusedTransfers,
     ReleaseSequences,
     ScanRank,
     SequenceDigests,
@@ -78,7 +80,7 @@ class RankPorts:
     collectives: Collectives | None
     data_plane: DataPlane
     clock: Clock
-    emit: Callable[[PartPushed | PeerLinked | RankProgress | PullReport], None]
+    emit: Callable[[PartPushed | PeerLinked | RankProgress | RefusedTransfers | PullReport], None]
 
 
 def error_info(error: Exception) -> ErrorInfo:
@@ -132,6 +134,7 @@ class Rank:
         self._progress("caches", 1)
         self._region = ports.data_plane.allocate(region_map.nbytes, start.num_blocks + start.num_slots)
         self._caches = LayerCaches(region_map, self._region.data)
+        self._refusals = RefusalReports(start.rank, ports.data_plane.refusals, ports.emit)
         self._peers = PeerTable(start.rank, ports.data_plane, ports.clock, self._linked)
         faults, shaper = PushFaults(failpoints, ports.data_plane), LinkShaper(failpoints)
         self._pusher = Pusher(
@@ -212,6 +215,7 @@ class Rank:
             self._ports.collectives.close()
         self._region.close()
         self._ports.data_plane.close()
+        self._refusals.close()
 
     def _answer(self, command: RankCommand) -> RankAnswer:
         done = Done(rank=self._start.rank)
