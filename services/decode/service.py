@@ -61,7 +61,13 @@ class DecodeService(GeneratingService):
         super().__init__(parts)
         self._takeovers: dict[str, _Takeover] = {}
         self._sources = Sources(
-            parts.bus, parts.clock, parts.log, self.refusals, group=parts.group, replicas=self.replicas
+            parts.bus,
+            parts.clock,
+            parts.log,
+            self.refusals,
+            metrics=parts.metrics,
+            group=parts.group,
+            replicas=self.replicas,
         )
         self._pulls = Pulls(
             PullPorts(

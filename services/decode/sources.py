@@ -15,6 +15,7 @@ from common.bus.storage import WORKER_TTL_S, ttl_on
 from common.engine.port import EngineDeadError
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
+from common.runtime.metrics import Metrics
 from common.runtime.tasks import BoundedTasks
 from common.worker.core.doubts import Doubts
 from common.worker.describing import describe_worker
@@ -25,6 +26,7 @@ from contracts.manifest import RankManifest
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerRecord, WorkerRole
 from services.decode.core.judged_shards import Judged
+from services.decode.source_metrics import SourceMetrics, Standing
 
 MAX_SOURCES: Final = 1024
 """Prefill workers that a decode worker links with; one more is refused by name."""
@@ -49,12 +51,27 @@ class _Source:
         """Whether no further try of this start can help."""
         return self.refusal is not None and self.refusal.code is ErrorCode.INCOMPATIBLE_WORKERS
 
+    @property
+    def standing(self) -> Standing:
+        """For people."""
+        if self.is_linking or self.is_linked:
+            return Standing.LINKING if self.is_linking else Standing.LINKED
+        return Standing.REFUSED if self.is_refused else Standing.FAILED
+
 
 class Sources:
     """Prefill workers by id. One try to link with each at a time; another start of one takes the place of the start before."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, log: Log, refusals: Refusals, *, group: asyncio.TaskGroup, replicas: ReplicaSet
+        self,
+        bus: Bus,
+        clock: Clock,
+        log: Log,
+        refusals: Refusals,
+        *,
+        metrics: Metrics,
+        group: asyncio.TaskGroup,
+        replicas: ReplicaSet,
     ) -> None:
         self._bus = bus
         self._clock = clock
@@ -63,6 +80,7 @@ class Sources:
         self._replicas = replicas
         self._tasks = BoundedTasks(group, name="source", limit=2 * MAX_SOURCES)
         self._sources: dict[str, _Source] = {}
+        self._metrics = SourceMetrics(metrics, self._num_of)
         self._heard: HeardTable[WorkerRecord] = HeardTable(ttl_s=ttl_on(bus, WORKER_TTL_S))
         self._doubts = Doubts()
         self._silence = Silence(bus, clock, ttl_s=WORKER_TTL_S)
@@ -141,6 +159,7 @@ class Sources:
             source = self._source(WorkerRef(worker_id=record.worker_id, incarnation=record.incarnation))
         except PdmeshError as error:
             self._log.error("source_passed_over", source=record.worker_id, error_message=error.message)
+            self._metrics.ended(error.info)
             return
         # Its record comes every two seconds: that is when a try that failed is repeated.
         if not source.is_linked and not source.is_linking and not source.is_refused:
@@ -188,6 +207,7 @@ class Sources:
             self._end(source, None)
 
     def _end(self, source: _Source, refusal: ErrorInfo | None) -> None:
+        self._metrics.ended(refusal)
         is_news = refusal is None or source.refusal != refusal
         source.is_linking, source.is_linked, source.refusal = False, refusal is None, refusal
         source.done.set()
@@ -202,6 +222,9 @@ class Sources:
                 error_code=None if refusal is None else refusal.code,
                 error_message=None if refusal is None else refusal.message,
             )
+
+    def _num_of(self, standing: Standing) -> int:
+        return sum(source.standing is standing for source in self._sources.values())
 
     def _is_present(self, source: _Source) -> bool:
         return self._sources.get(source.ref.worker_id) is source

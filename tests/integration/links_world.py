@@ -23,7 +23,7 @@ from contracts import subjects
 from contracts.codec import decode, encode
 from contracts.dataplane import RegionDescriptor
 from contracts.errors import ErrorCode, ErrorInfo
-from contracts.links import LinkEvent, LinkRecord, LinkState
+from contracts.links import LinkEvent, LinkEventName, LinkRecord, LinkState
 from contracts.manifest import RankManifest
 from contracts.requests import WorkerRef
 from contracts.workers import (
@@ -249,7 +249,14 @@ class LinksWorld:
 
     def gauge(self, state: LinkState) -> float:
         """What `pdmesh_links` shows of one state."""
-        line = f'pdmesh_links{{state="{state}"}} '
+        return self._shown(f'links{{state="{state}"}}')
+
+    def transitions(self, name: LinkEventName) -> float:
+        """How often `pdmesh_link_transitions_total` has counted one event."""
+        return self._shown(f'link_transitions_total{{event="{name}"}}')
+
+    def _shown(self, series: str) -> float:
+        line = f"pdmesh_{series} "
         return next(
             float(each.removeprefix(line))
             for each in self.metrics.exposition().decode().splitlines()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from contracts.links import LinkState
+from contracts.links import LinkEventName, LinkState
 from contracts.manifest import CacheDtypes, Dtype, RankManifest, Role, SlotPlace
 from tests.integration.links_world import DecodePeer, LinksWorld, in_links_world
 
@@ -27,6 +27,18 @@ def _moves_two_rows(manifest: RankManifest) -> RankManifest:
         for span in manifest.spans
     )
     return replace(manifest, spans=spans)
+
+
+def _begins_late(manifest: RankManifest) -> RankManifest:
+    """A rank that lacks the first channel of its first conv state."""
+    first = next(span for span in manifest.spans if span.key.role is Role.CONV)
+    late = replace(first, start=first.start + 1, length=first.length - 1)
+    return replace(manifest, spans=tuple(late if span is first else span for span in manifest.spans))
+
+
+def _holds_twice(manifest: RankManifest) -> RankManifest:
+    """A rank of whose conv states two segments are the same bytes."""
+    return replace(manifest, spans=(*manifest.spans, manifest.spans[0]))
 
 
 FIELDS: list[tuple[str, str, Spoil]] = [
@@ -75,6 +87,16 @@ FIELDS: list[tuple[str, str, Spoil]] = [
         "cannot plan a transfer: rule same_unit, target/conv/0/k: expected one unit on all ranks",
         _moves_two_rows,
     ),
+    (
+        "no_gap",
+        "cannot plan a transfer: rule no_gap, destination, target/conv/0/q: expected a span from 0, found 1",
+        _begins_late,
+    ),
+    (
+        "no_overlap",
+        "cannot plan a transfer: rule no_overlap, destination rank 0, target/conv/0/q: expected from byte 128, found 0",
+        _holds_twice,
+    ),
 ]
 
 
@@ -105,6 +127,8 @@ def test_each_field_is_refused_by_name(rule: str, text: str, spoil: Spoil) -> No
         assert world.service.links.met("decode-0", "i0") is None
         assert link.reason in world.service.links.why_no_plan("decode-0")
         assert world.gauge(LinkState.REFUSED) == 1
+        counted = {name: world.transitions(name) for name in LinkEventName}
+        assert counted == {LinkEventName.LINK_REFUSED: 1, LinkEventName.LINKED: 0, LinkEventName.UNLINKED: 0}
         assert await world.link() == link
 
     in_links_world(scenario)
