@@ -216,17 +216,19 @@ def test_a_worker_that_falls_silent_is_lost() -> None:
 
 
 def test_a_restarted_worker_is_another_worker() -> None:
-    """A new incarnation fails what the old one had, its plans are dropped, and submits for the old one are refused."""
+    """A new incarnation fails what the old one had, its plans are dropped, submits for the old one are refused; it is counted."""
 
     async def scenario(world: World, _server: MemoryServer) -> None:
         await committed(world)
         assert world.broker._plans.num_pairs == 1
+        assert b"pdmesh_broker_workers_replaced_total 0.0" in world.metrics.exposition()
         world.decode.ref = WorkerRef(worker_id="decode-0", incarnation="id2")
         await world.decode.announce()
         frame = await world.frames.get()
         assert frame.error is not None
         assert frame.error.code is ErrorCode.WORKER_LOST
         assert world.broker._plans.num_pairs == 0
+        assert b"pdmesh_broker_workers_replaced_total 1.0" in world.metrics.exposition()
         answer = await world.submit(handoff_id="r2-0", request_id="r2")
         assert isinstance(answer, Refused)
         assert answer.error.code is ErrorCode.INCARNATION_CHANGED

@@ -240,6 +240,10 @@ def test_commands_that_break_a_rule_are_refused_by_name() -> None:
         for garbage in (b"", b"\xff\xfe", b"[]", b'{"type":"run_prefill"}'):
             reply = await mesh.bus.request(subjects.worker_rpc("prefill", "prefill-0", WorkerVerb.RUN), garbage)
             assert code(decode(reply.data, Refused)) is ErrorCode.PROTOCOL
+        shown = mesh.services["prefill-0"].metrics.exposition().decode()
+        refused = {"incarnation_changed": 1, "incompatible_workers": 1, "stale_fence": 1, "protocol_error": 7}
+        for reason, count in refused.items():
+            assert f'pdmesh_rpc_handled_seconds_count{{code="{reason}",verb="run"}} {count}.0' in shown
         await mesh.release("decode", "decode-0")
         mesh.assert_empty()
 
