@@ -87,6 +87,7 @@ def test_a_rank_closes_its_peers_before_it_waits_for_what_is_written_to_them(mon
     rank._puller = SimpleNamespace(close=lambda: order.append("pulls are waited for"))
     rank._ports = SimpleNamespace(collectives=None, data_plane=plane)
     rank._region = SimpleNamespace(close=lambda: None)
+    rank._refusals = SimpleNamespace(close=lambda: None)
     rank.close()
     assert pusher.num_queued == 0
     assert order == ["peers are closed", "pushes are waited for", "pulls are waited for"]
