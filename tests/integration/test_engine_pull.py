@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.dataplane import shm_remote, tcp_caller
 from common.dataplane.cell_check import CellCheck
-from common.dataplane.copier import copy_group
 from common.engine.port import EngineError
 from common.engine.ranks.group import RankGroup
 from common.engine.ranks.launch import ProcessLauncher
@@ -29,32 +26,10 @@ from contracts.workers import WorkerDescription
 from tests.integration.cache_bytes import Memories, differing
 from tests.integration.engine_world import binding, engine, starts, thread_launcher
 from tests.integration.handoff_pairs import Worker, start_worker
+from tests.integration.held_transfers import hold_reads
 from tests.integration.pull_session import EVERYTHING, NUM_ROWS, STATES, PullSession
 
-PATIENCE_S = 60
 TRANSPORTS = ("shm", "tcp")
-
-
-@dataclass
-class Gate:
-    """Holds whoever comes through a function: all of them, until it is opened."""
-
-    entered: threading.Event = field(default_factory=threading.Event)
-    opened: threading.Event = field(default_factory=threading.Event)
-
-    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, which waits first."""
-
-        def held(*arguments: Any, **named: Any) -> Any:
-            self.entered.set()
-            assert self.opened.wait(PATIENCE_S)
-            return function(*arguments, **named)
-
-        return held
-
-    async def reached(self) -> None:
-        """Wait until somebody is held."""
-        assert await asyncio.to_thread(self.entered.wait, PATIENCE_S)
 
 
 @asynccontextmanager
@@ -83,16 +58,6 @@ async def linked(folder: Path, directory: Path, transport: str = "shm", **change
     finally:
         for worker in workers:
             await worker.group.stop()
-
-
-def hold_reads(transport: str, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Hold every read in its middle: the grant has been looked at, and no byte has been copied."""
-    gate = Gate()
-    if transport == "shm":
-        monkeypatch.setattr(shm_remote, "copy_group", gate.before(copy_group))
-    else:
-        monkeypatch.setattr(tcp_caller.Caller, "lend", gate.before(tcp_caller.Caller.lend))
-    return gate
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
