@@ -24,6 +24,7 @@ from contracts.requests import Accepted, SamplingParams
 from contracts.workers import WorkerRole
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
+from tests.integration.cache_bytes import Memories
 from tests.integration.engine_world import engine, starts, thread_launcher
 from tests.integration.handoff_pairs import owed_by
 from tests.integration.stored_reference import StoredPrompt, load_reference
@@ -122,12 +123,14 @@ async def ranks_mesh(
     failpoints: str = "",
     cut: tuple[int, int] = (1, 1),
     prefill: dict[str, Any] | None = None,
+    memories: Memories | None = None,
     **decode: Any,
 ) -> AsyncIterator[RanksMesh]:
     """Start both; `prefill` are settings of the prefill worker, `decode` of the other, and so are the failpoints and the `cut`, its tp and dcp.
 
-    Everything has come back at the end.
+    `memories` remembers the regions of both. Everything has come back at the end.
     """
+    memories = memories or Memories()
     async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
         started: dict[WorkerRole, StartedEngine] = {}
         settings: dict[WorkerRole, WorkerSettings] = {}
@@ -159,7 +162,7 @@ async def ranks_mesh(
                 num_speculative_tokens=settings[role].depth_of(role),
                 mtp_draft_body_tp1=settings[role].mtp_draft_body_tp1,
             )
-            ranks, info = await stack.enter_async_context(engine(messages, thread_launcher(tp)))
+            ranks, info = await stack.enter_async_context(engine(messages, thread_launcher(tp, watch=memories.watch)))
             started[role] = StartedEngine(engine=ranks, info=info)
         plan = plan_workers(*([rank.manifest for rank in each.info.ranks] for each in started.values()))
         async with asyncio.TaskGroup() as group:
