@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
@@ -23,22 +24,33 @@ AT_ONCE = {"shm": 4, "tcp": 1}
 """Requests at once. Over tcp transfers side by side leave more connections open, as many as there ever were at once."""
 NUM_TOKENS = 24
 PROMPTS = load_reference("tiny").prompts[::4]
-HALF = len(PROMPTS) // 2
 
 
-async def all_equal(probe: Probe, prompts: Sequence[StoredPrompt], at_once: int) -> list[str]:
-    """Ask for all of these, some at a time; each answer is the reference's. Returns the ids of the requests."""
-    gate = asyncio.Semaphore(at_once)
+class Asker:
+    """Asks for prompts of the reference, so many at once; each answer has to be the reference's."""
 
-    async def ask(prompt: StoredPrompt) -> str:
-        async with gate:
-            choice = await probe.complete(list(prompt.token_ids), NUM_TOKENS, ignore_eos=True)
+    def __init__(self, probe: Probe, at_once: int) -> None:
+        self._probe = probe
+        self._at_once = at_once
+        self._gate = asyncio.Semaphore(at_once)
+
+    async def ask(self, prompt: StoredPrompt) -> str:
+        """Ask for one, when it is its turn. Returns the id of the request."""
+        async with self._gate:
+            choice = await self._probe.complete(list(prompt.token_ids), NUM_TOKENS, ignore_eos=True)
         assert tuple(choice["token_ids"]) == prompt.output_ids[:NUM_TOKENS]
         return str(choice["id"]).removeprefix("cmpl-")
 
-    async with asyncio.TaskGroup() as group:
-        asked = [group.create_task(ask(prompt)) for prompt in prompts]
-    return [task.result() for task in asked]
+    async def keep_asking(self, enough: asyncio.Event) -> list[str]:
+        """Ask for each once, and for the longest again until it is `enough`: some request is under way at any time."""
+        prompts = chain(PROMPTS, iter(lambda: None if enough.is_set() else PROMPTS[-1], None))
+
+        async def some() -> list[str]:
+            return [await self.ask(prompt) for prompt in prompts]
+
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(some()) for _ in range(self._at_once)]
+        return [request for task in asked for request in task.result()]
 
 
 async def command(*words: str) -> tuple[int, str]:
@@ -51,31 +63,40 @@ async def command(*words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("transport", "pull"), [pytest.param("shm", "states", marks=pytest.mark.long), ("tcp", "all")])
 async def test_a_mesh_that_pulls_gives_the_reference_tokens(tmp_path: Path, transport: str, pull: str) -> None:
-    """P2/D1: half of the requests read their shards side by side, half one by one; events and the record of one say so."""
+    """P2/D1: `pdmesh set` changes how shards are read while requests run: no token changes, and each request's events say how it went."""
     workers = (("prefill", "tp=2"), ("decode", f"tp=1,transfer=pull,pull={pull}"))
     spec = MeshSpec(mode="P2/D1 pull", model=MODEL, workers=workers, overrides=(f"transport={transport}",))
     mesh = await Mesh.start(spec, tmp_path, SystemClock(), print)
     try:
         async with Probe(mesh) as probe:
-            await all_equal(probe, PROMPTS[:1], AT_ONCE[transport])
+            asker = Asker(probe, AT_ONCE[transport])
+            await asker.ask(PROMPTS[0])
             baseline = await probe.holdings()
-            before = await all_equal(probe, PROMPTS[:HALF], AT_ONCE[transport])
-            words = ("set", "decode-0", "parallel_shard_pull=0", "--nats", mesh.nats_url)
-            assert await command(*words) == (0, "decode-0: parallel_shard_pull was 1, is 0\n")
-            after = await all_equal(probe, PROMPTS[HALF:], AT_ONCE[transport])
+            enough = asyncio.Event()
+            set_to: dict[str, bool] = {}
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(asker.keep_asking(enough), name="requests")
+                for value in (0, 1, 0):
+                    words = ("set", "decode-0", f"parallel_shard_pull={value}", "--nats", mesh.nats_url)
+                    answer = await command(*words)
+                    assert answer == (0, f"decode-0: parallel_shard_pull was {1 - value}, is {value}\n")
+                    set_to[await asker.ask(PROMPTS[-1])] = bool(value)
+                enough.set()
             status, text = await command("set", "decode-7", "parallel_shard_pull=0", "--nats", mesh.nats_url)
             assert status == 1
             assert "no worker decode-7 is registered" in text
             await probe.assert_settles(baseline)
-            for requests, parallel in ((before, True), (after, False)):
-                for request in requests:
-                    unlocked = await probe.event(_is("request_unlocked", request))
-                    assert unlocked["parallel"] is parallel
-                    shards = [each for each in probe.of_request(request) if each["event"] == "shard_pulled"]
-                    assert [(each["source_rank"], each["shard_state"]) for each in sorted(shards, key=_source)] == [
-                        (0, "done"),
-                        (1, "done"),
-                    ]
+            assert len(running.result()) >= len(PROMPTS)
+            for request in (*running.result(), *set_to):
+                unlocked = await probe.event(_is("request_unlocked", request))
+                shards = [each for each in probe.of_request(request) if each["event"] == "shard_pulled"]
+                assert sorted((each["source_rank"], each["shard_state"]) for each in shards) == [
+                    (0, "done"),
+                    (1, "done"),
+                ]
+                assert {each["parallel"] for each in shards} == {unlocked["parallel"]}
+                assert unlocked["parallel"] is set_to.get(request, unlocked["parallel"])
+            assert set(set_to.values()) == {True, False}
             assert (await probe.scan("decode", "decode-0")).num_prefilled_tokens == 0
     finally:
         assert await mesh.stop()
@@ -83,7 +104,3 @@ async def test_a_mesh_that_pulls_gives_the_reference_tokens(tmp_path: Path, tran
 
 def _is(name: str, request: str) -> Callable[[Event], bool]:
     return lambda event: bool(event["request_id"] == request and event["event"] == name)
-
-
-def _source(event: Event) -> int:
-    return int(event["source_rank"])
