@@ -198,7 +198,7 @@ def _add_shard_pull(command: argparse.ArgumentParser) -> None:
         type=_lengths,
         default=(),
         metavar="MS,MS",
-        help="latency of each link, 1 or more; beside it 0 is always measured (default: one that is looked for)",
+        help="latency of each link; 0 is always measured, and 0 alone nothing else (default: one that is looked for)",
     )
     command.add_argument(
         "--mb-per-s", type=int, default=0, metavar="N", help="bytes a second of each link (default: no bound)"
@@ -212,6 +212,7 @@ def _add_shard_pull(command: argparse.ArgumentParser) -> None:
         help="a setting of all meshes",
     )
     _integer(command, "--prompt-tokens", "num_prompt_tokens", 256, "tokens of each prompt")
+    _integer(command, "--vocabulary", "vocab_size", 0, "token ids of prompts are below this; 0: the model's vocabulary")
     _integer(command, "--requests", "num_requests", 20, "requests a round, mode and latency")
     _integer(command, "--rounds", "num_rounds", 3, "rounds; the modes take turns in each; fewer than 3 say little")
     _integer(command, "--warm-ups", "num_warm_ups", 5, "requests of each mode before the rounds, not measured")
@@ -297,6 +298,14 @@ def _add_control(command: argparse.ArgumentParser) -> None:
         help="handoffs under way at once (default: 1,16,64,256)",
     )
     _integer(command, "--handoffs", "num_handoffs", 2000, "handoffs at each number in flight")
+    command.add_argument(
+        "--keep-ended",
+        dest="keep_ended_s",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds for which the broker remembers what has ended (default: 2)",
+    )
     command.add_argument(
         "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="a setting of the broker"
     )

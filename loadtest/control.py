@@ -38,62 +38,25 @@ from contracts.requests import (
 )
 from contracts.subjects import BrokerVerb, WorkerVerb
 from contracts.workers import WorkerRole
+from loadtest.control_level import Held, Level, report_control
 from loadtest.control_workers import DECODE, FIRST_TOKEN, PREFILL, grant_for
 from loadtest.handoff import Say
 from loadtest.processes import usage
-from loadtest.report import Report, Table, number, percent
+from loadtest.report import Report
 from loadtest.settings import ControlSettings
-from loadtest.statistics import Spread, spread
+from loadtest.statistics import spread
 from services.launcher.child import Child, ChildSpec
 
-RATE_AIM: Final = 2000.0
-GROWTH_AIM: Final = 0.01
 _ROUTER: Final = "router-0"
 _SAMPLING: Final = SamplingParams(max_tokens=2, seed=1)
 _NUM_PROMPT_TOKENS: Final = 40
 _START_S: Final = 30.0
 _DRAIN_S: Final = 5.0
 _POLL_S: Final = 0.05
-_SETTLE_S: Final = 1.0
-_KEEP_ENDED_S: Final = 2.0
-
-
-class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen with so many handoffs in flight. Times in ms; CPU in ms of a process a handoff; memory of the broker in bytes.
-
-    `bytes_before` is what it held when it had been at this for a while, all of its handoffs over, `bytes_after` the same at the end.
-    """
-
-    num_in_flight: int
-    num_handoffs: int
-    rate: float
-    whole: Spread
-    bus_alone: Spread
-    broker_cpu_ms: float
-    server_cpu_ms: float
-    bytes_before: int
-    bytes_in_flight: int
-    bytes_after: int
-
-    @property
-    def added_p50(self) -> float:
-        """What the broker adds to the bare messages, in the middle."""
-        return self.whole.p50 - self.bus_alone.p50
-
-    @property
-    def added_p99(self) -> float:
-        """The same for one in a hundred."""
-        return self.whole.p99 - self.bus_alone.p99
-
-    @property
-    def growth(self) -> float:
-        """How much more memory the broker held after all of these handoffs, as a share."""
-        return (self.bytes_after - self.bytes_before) / self.bytes_before
-
-    @property
-    def bytes_each(self) -> float:
-        """Memory of one handoff in flight."""
-        return max(0, self.bytes_in_flight - self.bytes_before) / self.num_in_flight
+_NUM_LOOKS: Final = 4
+"""How often the broker's memory is looked at while handoffs are in flight."""
+_SETTLE_SHARE: Final = 1.5
+"""How much longer than the broker remembers what has ended it is waited until it has forgotten all of it."""
 
 
 class Pids(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,22 +177,24 @@ async def _measure(  # noqa: PLR0917 - who measures what, with how many
         return await submitter.pass_by(bucket)
 
     await _load(submitter.hand_off, max(num_in_flight, settings.num_handoffs // 4), num_in_flight)  # warm
-    await clock.sleep(_KEEP_ENDED_S + _SETTLE_S)
+    await clock.sleep(_SETTLE_SHARE * settings.keep_ended_s)
     before = await asyncio.to_thread(usage, pid)
     cpu_before, server_before, began = _cpu_s(pid), _cpu_s(pids.server), clock.monotonic()
-    seen: list[int] = []
+    held = Held(keep_ended_s=settings.keep_ended_s, own_bytes=before.own_bytes)
+    look_every = max(1, settings.num_handoffs // _NUM_LOOKS)
 
     async def watched() -> float:
+        held.began()
         took = await submitter.hand_off()
-        if len(seen) < settings.num_handoffs and len(seen) % max(1, settings.num_handoffs // 4) == 1:
-            seen.append((await asyncio.to_thread(usage, pid)).own_bytes)
-        else:
-            seen.append(0)
+        held.ended(clock.monotonic())
+        if held.num_ended % look_every == 0:
+            num_held = held.count(clock.monotonic())
+            held.note((await asyncio.to_thread(usage, pid)).own_bytes, num_held)
         return took
 
     times = await _load(watched, settings.num_handoffs, num_in_flight)
     took_s, cpu_s, server_s = clock.monotonic() - began, _cpu_s(pid) - cpu_before, _cpu_s(pids.server) - server_before
-    await clock.sleep(_KEEP_ENDED_S + _SETTLE_S)
+    await clock.sleep(_SETTLE_SHARE * settings.keep_ended_s)
     after = await asyncio.to_thread(usage, pid)
     alone = await _load(bare, max(num_in_flight, settings.num_handoffs // 4), num_in_flight)
     whole_spread, bare_spread = spread(times), spread(alone)
@@ -244,7 +209,8 @@ async def _measure(  # noqa: PLR0917 - who measures what, with how many
         broker_cpu_ms=cpu_s * 1e3 / settings.num_handoffs,
         server_cpu_ms=server_s * 1e3 / settings.num_handoffs,
         bytes_before=before.own_bytes,
-        bytes_in_flight=max([before.own_bytes, *seen]),
+        bytes_at_peak=held.peak_bytes,
+        num_held=held.num_at_peak,
         bytes_after=after.own_bytes,
     )
 
@@ -276,7 +242,7 @@ async def _control_plane(
         raise PdmeshError("the server has ended")
     children: list[Child] = []
     try:
-        options = [f"nats_url={server.url}", f"keep_ended_s={_KEEP_ENDED_S}", *settings.overrides]
+        options = [f"nats_url={server.url}", f"keep_ended_s={settings.keep_ended_s}", *settings.overrides]
         broker = ("-m", "services.broker", *(word for each in options for word in ("--set", each)))
         for name, command in (("workers", ("-m", "loadtest.control_workers", server.url)), ("broker", broker)):
             spec = ChildSpec(
@@ -332,54 +298,3 @@ def _cpu_s(pid: int) -> float:
     """Processor seconds of a process so far, of all its threads."""
     fields = (Path("/proc") / str(pid) / "stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def report_control(report: Report, levels: list[Level]) -> None:
-    """A row for each number in flight, and the aims."""
-    header = (
-        "in flight",
-        "handoffs/s",
-        "p50 ms",
-        "p99 ms",
-        "bus alone p50",
-        "p99",
-        "added p50",
-        "p99",
-        "broker CPU ms",
-        "server CPU ms",
-        "KiB each",
-        "own MiB before",
-        "after",
-    )
-    rows = tuple(
-        (
-            str(each.num_in_flight),
-            number(each.rate, 0),
-            number(each.whole.p50),
-            number(each.whole.p99),
-            number(each.bus_alone.p50),
-            number(each.bus_alone.p99),
-            number(each.added_p50),
-            number(each.added_p99),
-            number(each.broker_cpu_ms, 3),
-            number(each.server_cpu_ms, 3),
-            number(each.bytes_each / 1024, 1),
-            number(each.bytes_before / (1 << 20)),
-            number(each.bytes_after / (1 << 20)),
-        )
-        for each in levels
-    )
-    report.add(Table(title="handoffs through one broker, workers that answer at once", header=header, rows=rows))
-    best = max(levels, key=lambda each: each.rate)
-    report.aim(
-        "handoffs/s through one broker",
-        f"{best.rate:.0f} with {best.num_in_flight} in flight (aim: {RATE_AIM:.0f})",
-        met=best.rate >= RATE_AIM,
-    )
-    worst = max(levels, key=lambda each: each.growth)
-    report.aim(
-        "memory of the broker stays flat",
-        f"{percent(worst.growth)} in {worst.num_handoffs} handoffs, {worst.num_in_flight} in flight (aim: below {GROWTH_AIM:.0%})",
-        met=worst.growth < GROWTH_AIM,
-    )
-    report.put("control", levels)

@@ -16,6 +16,7 @@ EXIT_GOOD: Final = 0
 EXIT_FAILED: Final = 1
 _FORMAT_VERSION: Final = 1
 _NONE: Final = "-"
+_JUDGED: Final = {True: "met", False: "missed", None: "not comparable"}
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +87,7 @@ class Report:
         self._machine = machine
         self._tables: list[Table] = []
         self._figures: dict[str, Any] = {}
-        self._aims: list[tuple[str, str, bool]] = []
+        self._aims: list[tuple[str, str, bool | None]] = []
         self._failures: list[str] = []
 
     def add(self, table: Table) -> None:
@@ -99,8 +100,11 @@ class Report:
             raise ValueError(f"name: {name!r} is not allowed; the rule is: a name that was not used yet")
         self._figures[name] = value
 
-    def aim(self, what: str, shown: str, *, met: bool) -> None:
-        """Say whether an aim was met; `shown` is what was measured beside what was wanted."""
+    def aim(self, what: str, shown: str, *, met: bool | None) -> None:
+        """Say whether an aim was met; `shown` is what was measured beside what was wanted.
+
+        None: the conditions that the aim is made for did not come about, so that it cannot be judged.
+        """
         self._aims.append((what, shown, met))
 
     def fail(self, what: str) -> None:
@@ -116,7 +120,7 @@ class Report:
         """Everything for people."""
         parts = [self._machine.line, *(table.render() for table in self._tables)]
         if self._aims:
-            rows = tuple((what, shown, "met" if met else "missed") for what, shown, met in self._aims)
+            rows = tuple((what, shown, _JUDGED[met]) for what, shown, met in self._aims)
             parts.append(Table(title="aims", header=("aim", "measured", ""), rows=rows, num_names=3).render())
         parts += [*(f"FAILED: {failure}" for failure in self._failures), self.verdict]
         return "\n\n".join(parts)
@@ -128,8 +132,9 @@ class Report:
         right = f"{count} failure{'s' * (count > 1)}" if count else "passed"
         if not self._aims:
             return right
-        num_met = sum(met for _, _, met in self._aims)
-        return f"{right}; aims: {num_met} met, {len(self._aims) - num_met} missed"
+        judged = [met for _, _, met in self._aims]
+        others = f", {judged.count(None)} {_JUDGED[None]}" if None in judged else ""
+        return f"{right}; aims: {judged.count(True)} met, {judged.count(False)} missed{others}"
 
     def json(self) -> bytes:
         """The same for programs: one object."""

@@ -249,10 +249,14 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `control` is told: `num_handoffs` at each number of them `in_flight`, through one broker with its settings `overrides`."""
+    """What `control` is told: `num_handoffs` at each number of them `in_flight`, through one broker with its settings `overrides`.
+
+    `keep_ended_s` is for how long that broker remembers what has ended.
+    """
 
     in_flight: tuple[int, ...]
     num_handoffs: int
+    keep_ended_s: float
     overrides: tuple[str, ...]
     request_timeout_s: float
     time_limit_s: float
@@ -264,14 +268,20 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
         for each in self.in_flight:
             check_least("in_flight", each, 1)
         check_least("handoffs", self.num_handoffs, max(self.in_flight))
-        for name in ("request_timeout_s", "time_limit_s"):
+        for override in self.overrides:
+            if override.partition("=")[0] == "keep_ended_s":
+                raise InvalidValueError(
+                    field="set", value=override, rule="without keep_ended_s, which --keep-ended sets"
+                )
+        for name in ("request_timeout_s", "time_limit_s", "keep_ended_s"):
             check_above_zero(name, getattr(self, name))
 
 
 class ShardPullSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `shard-pull` is told: `num_requests` in each round for each mode and latency, for each SPEC in `prefill`.
 
-    Without `latencies_ms` the latency is looked for at which waiting is a certain share of a restore. `mb_per_s` 0 is no bound.
+    Without `latencies_ms` the latency is looked for at which waiting is a certain share of a restore; 0 among them adds none.
+    `mb_per_s` 0 is no bound, `vocab_size` 0 the checkpoint's.
     """
 
     model: Path
@@ -281,6 +291,7 @@ class ShardPullSettings(msgspec.Struct, frozen=True, kw_only=True):
     latencies_ms: tuple[int, ...]
     mb_per_s: int
     num_prompt_tokens: int
+    vocab_size: int
     num_requests: int
     num_rounds: int
     num_warm_ups: int
@@ -297,11 +308,14 @@ class ShardPullSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.pull not in set(PulledRoles):
             raise InvalidValueError(field="pull", value=self.pull, rule=f"one of {', '.join(PulledRoles)}")
         for latency_ms in self.latencies_ms:
-            check_least("latency_ms", latency_ms, 1)
+            check_least("latency_ms", latency_ms, 0)
+        if len(set(self.latencies_ms)) != len(self.latencies_ms):
+            raise InvalidValueError(field="latency_ms", value=self.latencies_ms, rule="each once")
         check_least("mb_per_s", self.mb_per_s, 0)
         for name in ("num_prompt_tokens", "num_requests", "num_rounds"):
             check_least(name.removeprefix("num_"), getattr(self, name), 1)
-        check_least("warm_ups", self.num_warm_ups, 0)
+        for name in ("vocab_size", "num_warm_ups"):
+            check_least(name.removeprefix("num_"), getattr(self, name), 0)
         for name in ("request_timeout_s", "time_limit_s"):
             check_above_zero(name, getattr(self, name))
 

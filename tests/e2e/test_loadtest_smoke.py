@@ -27,10 +27,15 @@ def model(tmp_path: Path) -> Path:
 
 
 def _run(model: Path, *argv: str) -> tuple[subprocess.CompletedProcess[str], Any]:
-    """Run a command of the load test; return how it ended, and its figures."""
-    file = model / "figures.json"
+    """Run a command of the load test on a mesh of `model`; return how it ended, and its figures."""
+    return _command(model, *argv, "--model", str(model))
+
+
+def _command(folder: Path, *argv: str) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """Run any command of the load test; return how it ended, and its figures, which it leaves in `folder`."""
+    file = folder / "figures.json"
     done = subprocess.run(
-        [sys.executable, "-m", "loadtest", *argv, "--model", str(model), "--json", str(file)],
+        [sys.executable, "-m", "loadtest", *argv, "--json", str(file)],
         cwd=_ROOT,
         capture_output=True,
         text=True,
@@ -55,18 +60,10 @@ def test_the_contract_runs_through_real_meshes_and_compares_their_answers(model:
 
 def test_data_planes_are_compared_between_processes(tmp_path: Path) -> None:
     """Two sources at once, every way, a size for each table; what arrives is looked at, or the command would fail."""
-    file = tmp_path / "figures.json"
     small = ("--sizes", "64KiB", "--pieces", "", "--region", "1MiB", "--block", "256KiB", "--rounds", "2")
-    done = subprocess.run(
-        [sys.executable, "-m", "loadtest", "dataplane", *small, "--sources", "2", "--json", str(file)],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    done, figures = _command(tmp_path, "dataplane", *small, "--sources", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(file.read_bytes())["figures"]["transfers"]
+    told = figures["figures"]["transfers"]
     seen = {(each["method"], each["nbytes"], each["num_sources"]) for each in told}
     ways = ("memcpy", "shm", "socket", "tcp")
     assert seen >= {(way, nbytes, 2) for way in ways for nbytes in (64, 65536)}
@@ -83,6 +80,45 @@ def test_hidden_push_time_is_read_from_a_mesh(model: Path) -> None:
         found = told["figures"]["overlap"][kind]
         assert found["num_handoffs"] == 4
         assert 0 <= found["hidden"] <= 1
+
+
+def test_pulls_and_pushes_are_compared_on_meshes(model: Path) -> None:
+    """Serial, side by side and pushed, each as its handoffs' events say, with what a pull waits and merges for each role."""
+    small = ("--requests", "2", "--rounds", "1", "--warm-ups", "0", "--prompt-tokens", "8", "--latency-ms", "0")
+    done, told = _run(model, "shard-pull", *small, "--prefill", "tp=2", "--set", "engine=fake", "--vocabulary", "1024")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = told["figures"]["shard_pull"]["prefill tp=2, decode tp=1"]
+    ways = {each["mode"]: each["parallel"] for each in figures}
+    assert ways == {"pull, serial": False, "pull, parallel": True, "push": None}
+    for each in figures:
+        pulls = each["parallel"] is not None
+        assert each["restore"]["count"] == each["ttft"]["count"] == 2
+        assert {role: merge["count"] for role, merge in each["merges"].items()} == (
+            {"conv": 2, "ssm": 2} if pulls else {}
+        )
+        for name in ("wait", "pull"):
+            assert (each[name] or {}).get("count") == (2 if pulls else None)
+    assert told["aims"] == []  # it is made for links with a latency
+    assert "merge conv p50" in done.stdout
+
+
+def test_a_broker_is_loaded_alone(tmp_path: Path) -> None:
+    """At each number in flight: its rate, what it adds to the bare messages, and what it holds; nothing is judged by so few."""
+    done, told = _command(tmp_path, "control", "--in-flight", "1,4", "--handoffs", "20", "--keep-ended", "0.2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    levels = told["figures"]["control"]
+    assert [(each["num_in_flight"], each["num_handoffs"], each["whole"]["count"]) for each in levels] == [
+        (1, 20, 20),
+        (4, 20, 20),
+    ]
+    for each in levels:
+        assert min(each["rate"], each["bus_alone"]["p50"], each["bytes_before"], each["bytes_after"]) > 0
+        assert 0 <= each["num_held"] <= 20
+        assert each["bytes_at_peak"] >= each["bytes_before"]
+    assert {each["aim"] for each in told["aims"]} == {
+        "handoffs/s through one broker",
+        "memory of the broker stays flat",
+    }
 
 
 @pytest.mark.long

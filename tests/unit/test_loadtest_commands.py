@@ -115,6 +115,9 @@ def test_workers_are_called_as_the_launcher_calls_them(model: Path) -> None:
         (["memory", "--transport", "shm,shm"], "transport"),
         (["memory", "--requests", "70", "--sample-every", "50"], "requests"),
         (["memory", "--output-tokens", "1"], "output_tokens"),
+        (["shard-pull", "--latency-ms", "3,3"], "latency_ms"),
+        (["shard-pull", "--latency-ms=-1"], "latency_ms"),
+        (["shard-pull", "--vocabulary", "-1"], "vocab_size"),
     ],
 )
 def test_bad_values_end_with_status_2(
@@ -142,6 +145,23 @@ def test_bad_values_of_the_data_planes_test_end_with_status_2(
 ) -> None:
     """Nothing is started, and the field is named."""
     assert run(["dataplane", *argv]) == EXIT_SETTINGS
+    assert f"{field}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["--keep-ended", "0"], "keep_ended_s"),
+        (["--set", "keep_ended_s=3"], "set"),
+        (["--in-flight", "4,4"], "in_flight"),
+        (["--in-flight", "4", "--handoffs", "3"], "handoffs"),
+    ],
+)
+def test_bad_values_of_the_brokers_test_end_with_status_2(
+    argv: list[str], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is started, and the field is named: what is measured with is not changed behind its back."""
+    assert run(["control", *argv]) == EXIT_SETTINGS
     assert f"{field}: " in capsys.readouterr().err
 
 
