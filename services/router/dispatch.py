@@ -73,7 +73,8 @@ class Dispatcher:
     """Sends attempts out. Sending the same message again is delivery, and is done here; another attempt is not.
 
     An outage of the bus, or of the broker, is waited out for `outage_patience_s`: it says nothing of the attempt. Each delivery
-    names the time that is left then.
+    names the time that is left then. The default outlasts a takeover on one NATS server, not one on a cluster: there an attempt may
+    fail as not taken, and the router's next one waits as long again.
     """
 
     def __init__(
