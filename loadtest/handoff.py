@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -29,7 +30,7 @@ Say = Callable[[str], None]
 
 @asynccontextmanager
 async def running(specs: Sequence[MeshSpec], clock: Clock, say: Say) -> AsyncIterator[list[Mesh]]:
-    """Start meshes one after the other, and stop all of them at the end, however it comes. Raises MeshFailed."""
+    """Start meshes one after the other, and stop all of them together at the end, however it comes. Raises MeshFailed."""
     with tempfile.TemporaryDirectory(prefix="pdmesh-loadtest-") as folder:
         meshes: list[Mesh] = []
         try:
@@ -38,8 +39,10 @@ async def running(specs: Sequence[MeshSpec], clock: Clock, say: Say) -> AsyncIte
                 meshes.append(await Mesh.start(spec, Path(logs), clock, say))
             yield meshes
         finally:
-            for mesh in meshes:
-                if not await mesh.stop():
+            async with asyncio.TaskGroup() as group:
+                stops = {mesh: group.create_task(mesh.stop(), name=f"stop-{mesh.spec.mode}") for mesh in meshes}
+            for mesh, stop in stops.items():
+                if not stop.result():
                     say(f"{mesh.spec.mode} did not drain by itself")
 
 
