@@ -52,6 +52,7 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     A worker that guessed tokens took `num_steps` steps for those that it generated; it verified `num_drafted` guesses, of which
     `num_accepted` were right: `accepted_at[i]` times the one in place `i + 1` of a step. In these steps, which it may have shared with
     others, guessing took `draft_ms` and the pass that verified `verify_ms`.
+    `quarantined`: what a worker gave back was not free yet, because a writer could still touch it.
     Ranks are tensor-parallel ranks inside a replica; the replicas are named by `*_dp_rank`, which is absent for the first one.
     """
 
@@ -103,6 +104,7 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     prefill_worker: str | None = None
     decode_worker: str | None = None
     mixed_worker: str | None = None
+    quarantined: bool | None = None
     finish_reason: str | None = None
     error: ErrorInfo | None = None
     missing_parts: tuple[str, ...] = ()

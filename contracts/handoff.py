@@ -276,6 +276,7 @@ class PromptTimes(msgspec.Struct, frozen=True, kw_only=True):
 class Released(Versioned, frozen=True, kw_only=True, tag="released", omit_defaults=True):
     """A worker's answer to a release: it holds nothing of the handoff any more.
 
+    `quarantined`: the memory belongs to nobody, but cannot be given to anybody yet, because a writer may still touch it.
     `response_rpc_ms` is how long the broker took to answer the prefill worker's report of the first token. A mixed worker that is
     released after the first token, but before the request's end, says with `prompt` what that took. With `guesses` one that has
     guessed tokens for the request says what came of it.
@@ -285,12 +286,14 @@ class Released(Versioned, frozen=True, kw_only=True, tag="released", omit_defaul
     response_rpc_ms: float | None = None
     prompt: PromptTimes | None = None
     guesses: Guesses | None = None
+    quarantined: bool = False
 
 
 class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
     """Decode or mixed to broker: no more tokens will come.
 
-    `prompt` comes from a mixed worker that has computed it, `guesses` from one that has guessed tokens.
+    `prompt` comes from a mixed worker that has computed it, `guesses` from one that has guessed tokens; `quarantined` is as in
+    `Released`.
     """
 
     handoff_id: Token
@@ -300,6 +303,7 @@ class RequestEnded(Versioned, frozen=True, kw_only=True, tag="request_ended"):
     error: ErrorInfo | None = None
     prompt: PromptTimes | None = None
     guesses: Guesses | None = None
+    quarantined: bool = False
 
 
 class HandoffState(StrEnum):

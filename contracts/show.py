@@ -34,8 +34,10 @@ class PartView(msgspec.Struct, frozen=True, kw_only=True):
 class HandoffView(Versioned, frozen=True, kw_only=True, tag="handoff_view"):
     """The broker's answer: the record as it is in memory, every part, and which workers may still hold something.
 
-    `told` are the roles that were told of the request, `settled` those that hold nothing of it any more. `num_parts` counts all;
-    `parts` are the first of them that are not complete, then the others, as many as a message carries.
+    `told` are the roles that were told of the request, `settled` those that have said that they hold nothing of it any more.
+    `quarantined` are those of them whose memory was not free yet when they said so: a writer could still touch it. `unheard` are those
+    that did not answer their release, or are gone: nothing is known of their memory, which comes back with their process, at the
+    deadline, or when they are met again. `num_parts` counts all; `parts` are the first of them that are not complete, then the others, as many as a message carries.
     """
 
     record: HandoffRecord
@@ -43,3 +45,5 @@ class HandoffView(Versioned, frozen=True, kw_only=True, tag="handoff_view"):
     num_parts: Whole
     told: tuple[str, ...]
     settled: tuple[str, ...]
+    quarantined: tuple[str, ...] = ()
+    unheard: tuple[str, ...] = ()

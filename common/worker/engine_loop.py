@@ -77,6 +77,14 @@ class StepObserver(Protocol):
         """Memory was taken back; or cannot be given to anybody yet, because a writer may still touch it."""
         ...
 
+    def quarantined(self, sequence: Sequence, memory: Reservation) -> None:
+        """A sequence's memory went to quarantine."""
+        ...
+
+    def quarantine_ended(self, handoff_id: str, memory: Reservation) -> None:
+        """What a handoff had left in quarantine is free."""
+        ...
+
     def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
         """Some rank could not say whether a sequence's memory is free: it goes to quarantine, and is asked for again."""
         ...
@@ -86,6 +94,7 @@ class StepObserver(Protocol):
 class _Quarantined:
     """Memory that some writer may still touch, after so many looks; who waits for its end, to be computed again."""
 
+    handoff_id: str
     memory: Reservation
     preempted: Sequence | None = None
     num_looks: int = 0
@@ -155,6 +164,10 @@ class EngineLoop:
             self._observer.released(quarantined=not clean)
         self.wake()
 
+    def has_quarantined(self, handoff_id: str) -> bool:
+        """Whether memory of a handoff is in quarantine."""
+        return any(entry.handoff_id == handoff_id for entry in self._quarantined.values())
+
     async def retry_quarantine(self) -> None:
         """Ask again whether the writers of quarantined memory have stopped, and return what is free.
 
@@ -170,6 +183,7 @@ class EngineLoop:
                 if clean:
                     del self._quarantined[seq]
                     self._pool.end_quarantine([entry.memory.generation])
+                    self._observer.quarantine_ended(entry.handoff_id, entry.memory)
                     if entry.preempted is not None:
                         self._requeue(entry.preempted)
         self.wake()
@@ -254,7 +268,10 @@ class EngineLoop:
         else:
             self._pool.quarantine(memory)
             waits = sequence.state is SequenceState.WAITING
-            self._quarantined[sequence.seq] = _Quarantined(memory=memory, preempted=sequence if waits else None)
+            self._quarantined[sequence.seq] = _Quarantined(
+                handoff_id=sequence.handoff_id, memory=memory, preempted=sequence if waits else None
+            )
+            self._observer.quarantined(sequence, memory)
         return clean
 
     async def _step(self) -> bool:

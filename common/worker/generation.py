@@ -87,7 +87,7 @@ class GeneratingService(WorkerService):
 
         async def wind_up() -> None:
             await self.tokens.end(sequence, deadline, token_ids=token_ids, finish_reason=finish_reason, error=error)
-            await self.end(sequence.handoff_id)
+            released = await self.end(sequence.handoff_id)
             ended = RequestEnded(
                 handoff_id=sequence.handoff_id,
                 incarnation=self.incarnation,
@@ -96,6 +96,7 @@ class GeneratingService(WorkerService):
                 error=error,
                 prompt=sequence.prompt_times,
                 guesses=sequence.guesses.told,
+                quarantined=released.quarantined,
             )
             await self.broker.deliver(ended, deadline)
             self._tell_end("request_ended", sequence, finish_reason=finish_reason, error=error)

@@ -156,6 +156,10 @@ class ReplicaSet:
         for replica in self._replicas:
             replica.pool.check_integrity()
 
+    def has_quarantined(self, handoff_id: str) -> bool:
+        """Whether memory of a handoff is in quarantine, in any replica."""
+        return any(replica.loop.has_quarantined(handoff_id) for replica in self._replicas)
+
     async def retry_quarantine(self, replica: Replica) -> None:
         """See `EngineLoop.retry_quarantine`. Who waits for memory may have what came back."""
         await replica.loop.retry_quarantine()

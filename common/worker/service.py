@@ -23,6 +23,7 @@ from common.runtime.tasks import BoundedTasks
 from common.runtime.trace import current_trace, within
 from common.worker.broker_client import BrokerClient, Report
 from common.worker.core.admission import Command, NewWork, Room, refuse_command, refuse_new
+from common.worker.core.blocks import Reservation
 from common.worker.core.effective import effective_of
 from common.worker.core.growth import Growth
 from common.worker.core.prompts import PromptBuffer
@@ -265,6 +266,14 @@ class WorkerService(ABC):
         """See `StepObserver.released`."""
         self.work.released(quarantined=quarantined)
 
+    def quarantined(self, sequence: Sequence, memory: Reservation) -> None:
+        """See `StepObserver.quarantined`."""
+        self.log.info("memory_quarantined", **_told_of(sequence.handoff_id, memory))
+
+    def quarantine_ended(self, handoff_id: str, memory: Reservation) -> None:
+        """See `StepObserver.quarantine_ended`."""
+        self.log.info("quarantine_ended", **_told_of(handoff_id, memory))
+
     def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
         """See `StepObserver.release_failed`."""
         self.log.error(
@@ -351,7 +360,7 @@ class WorkerService(ABC):
             self.tokens.drop(sequence)
             await self.replicas.of(sequence).loop.release(sequence)
         self.left(handoff_id)
-        return answer
+        return msgspec.structs.replace(answer, quarantined=self.replicas.has_quarantined(handoff_id))
 
     def leaves(self, sequence: Sequence) -> None:
         """A sequence lives here no more; its memory is about to be taken back. Roles forget here what its next step would need."""
@@ -443,6 +452,16 @@ class WorkerService(ABC):
 
     def _report_failed(self, name: str, error: Exception) -> None:
         self.log.error("report_failed", task=name, error=repr(error))
+
+
+def _told_of(handoff_id: str, memory: Reservation) -> dict[str, Any]:
+    """Memory in the log: what the grant called it."""
+    return {
+        "handoff_id": handoff_id,
+        "num_blocks": len(memory.block_ids),
+        "slot": memory.slot,
+        "generation": memory.generation,
+    }
 
 
 def _refuse(handoff_id: str, error: ErrorInfo | None) -> None:

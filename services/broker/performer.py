@@ -221,6 +221,7 @@ class Performer:
                 response_rpc_ms=answer.response_rpc_ms if isinstance(answer, Released) else None,
                 prompt=answer.prompt if isinstance(answer, Released) else None,
                 guesses=answer.guesses if isinstance(answer, Released) else None,
+                quarantined=isinstance(answer, Released) and answer.quarantined,
             )
         )
 

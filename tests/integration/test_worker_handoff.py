@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 
 from common.engine.fake.engine import FakeEngine
 from contracts import subjects
@@ -299,7 +300,7 @@ def test_a_prefill_that_fails_is_reported_and_keeps_its_memory_until_the_release
 
 
 def test_memory_with_a_writer_at_work_is_quarantined_until_the_writer_stops() -> None:
-    """A release that cannot tell never gives blocks to anybody; asking again ends the quarantine."""
+    """A release that cannot tell never gives blocks to anybody; asking again ends the quarantine. Answers and log say of which handoff."""
 
     async def scenario(mesh: Mesh) -> None:
         await pair(mesh)
@@ -308,10 +309,20 @@ def test_memory_with_a_writer_at_work_is_quarantined_until_the_writer_stops() ->
         engine = worker.replicas[0].engine
         assert isinstance(engine, FaultyEngine)
         engine.writers_left = 2
-        await mesh.release("decode", "decode-0")
-        assert worker.replicas[0].pool.num_quarantined_blocks == 4
-        assert worker.replicas[0].pool.num_free_blocks == worker.settings.num_blocks - 4
-        await mesh.clock.sleep(3.0)
+        in_quarantine = Released(handoff_id=HANDOFF, quarantined=True)
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(2):
+                assert await mesh.release("decode", "decode-0") == in_quarantine
+            assert worker.replicas[0].pool.num_quarantined_blocks == 4
+            assert worker.replicas[0].pool.num_free_blocks == worker.settings.num_blocks - 4
+            await mesh.clock.sleep(3.0)
+        assert await mesh.release("decode", "decode-0") == Released(handoff_id=HANDOFF)
+        told = [line for line in lines if line["event"] in {"memory_quarantined", "quarantine_ended"}]
+        of = {"handoff_id": HANDOFF, "num_blocks": 4, "slot": 0, "generation": 1}
+        assert told == [
+            {"event": "memory_quarantined", "log_level": "info", **of},
+            {"event": "quarantine_ended", "log_level": "info", **of},
+        ]
         mesh.assert_empty()
 
     in_mesh(scenario)

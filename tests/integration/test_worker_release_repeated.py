@@ -210,8 +210,10 @@ def test_an_end_is_told_though_the_ranks_fail_to_give_memory_back() -> None:
             engine.failing_releases = 2
         assert (await mesh.text())[0] == EXPECTED
         assert isinstance(await mesh.heard.get(), TakenOver)
-        assert isinstance(await mesh.heard.get(), RequestEnded)
-        await _release(mesh, "prefill", 1.0)
+        ended = await mesh.heard.get()
+        assert isinstance(ended, RequestEnded)
+        assert ended.quarantined
+        assert (await _release(mesh, "prefill", 1.0)).quarantined
         for role in ("prefill", "decode"):
             (replica,) = mesh.services[f"{role}-0"].replicas
             assert (_num_held(mesh, role), replica.pool.num_quarantined_slots) == (0, 1)

@@ -12,7 +12,7 @@ import msgspec
 
 from common.engine.fake.tokens import fake_accepted, fake_token
 from common.engine.port import Engine, StepResult
-from common.worker.core.blocks import BlockPool
+from common.worker.core.blocks import BlockPool, Reservation
 from common.worker.core.growth import Growth
 from common.worker.core.scheduler import Scheduler, StepLimits
 from common.worker.core.sequence import Sequence, SequenceState
@@ -315,6 +315,12 @@ class SmallPool:
 
     def released(self, *, quarantined: bool) -> None:
         """See `StepObserver.released`."""
+
+    def quarantined(self, sequence: Sequence, memory: Reservation) -> None:
+        """See `StepObserver.quarantined`."""
+
+    def quarantine_ended(self, handoff_id: str, memory: Reservation) -> None:
+        """See `StepObserver.quarantine_ended`."""
 
     def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
         """See `StepObserver.release_failed`. Nothing fails here."""

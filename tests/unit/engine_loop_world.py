@@ -9,7 +9,7 @@ import msgspec
 from common.engine.fake.engine import FakeEngine
 from common.engine.port import EngineError, StepResult
 from common.runtime.virtual_time import VirtualClock, run_virtual
-from common.worker.core.blocks import BlockPool
+from common.worker.core.blocks import BlockPool, Reservation
 from common.worker.core.growth import Growth
 from common.worker.core.scheduler import Produced, Scheduler, StepLimits
 from common.worker.core.sequence import Sequence
@@ -67,6 +67,7 @@ class World:
         self.scheduler = Scheduler(self.pool, limits, growth)
         self.loop = EngineLoop(self.engine, self.pool, self.scheduler, self, release_timeout_ms=100)
         self.heard: list[tuple[str, int]] = []
+        self.quarantines: list[tuple[str, str, int]] = []
         self.produced: tuple[Produced, ...] = ()
         self.older, self.younger = (self._sequence(seq) for seq in (1, 2))
 
@@ -109,6 +110,14 @@ class World:
         """See `StepObserver.released`."""
         owned = () if self.older.memory is None else self.older.memory.block_ids
         self.heard.append(("quarantined" if quarantined else "released", len(owned)))
+
+    def quarantined(self, sequence: Sequence, memory: Reservation) -> None:
+        """See `StepObserver.quarantined`."""
+        self.quarantines.append(("began", sequence.handoff_id, memory.slot))
+
+    def quarantine_ended(self, handoff_id: str, memory: Reservation) -> None:
+        """See `StepObserver.quarantine_ended`."""
+        self.quarantines.append(("ended", handoff_id, memory.slot))
 
     def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
         """See `StepObserver.release_failed`."""

@@ -84,6 +84,7 @@ FULL = HandoffEvent(
     source_dp_rank=12,
     destination_dp_rank=13,
     finish_reason="stop",
+    quarantined=True,
     error=TROUBLE,
 )
 RECORD = HandoffRecord(
@@ -134,6 +135,10 @@ VIEW = HandoffView(
     num_parts=2003,
     told=("prefill", "decode"),
     settled=(),
+)
+IN_QUARANTINE = "given back, but a writer could still touch it then; the worker's log tells its end (quarantine_ended)"
+UNHEARD = (
+    "no answer to the release; what it holds comes back with its process, when it is met again, or at the deadline"
 )
 MIXED_VIEW = HandoffView(
     record=replace(
@@ -206,7 +211,7 @@ def test_an_event_is_a_line_with_every_field_that_it_has() -> None:
         "bytes=6,000  parts=7,000  all_tokens=8,000",
         "steps=1,900  drafted=5,500  accepted=2,800  accepted_at=1400,900,500  layer=9  namespace=draft  role=key",
         "source_rank=0  destination_rank=11  source_dp_rank=12  destination_dp_rank=13",
-        "finish_reason=stop  error=worker_lost: d0 is gone",
+        "finish_reason=stop  quarantined=1  error=worker_lost: d0 is gone",
     )
     assert render_event(FULL) == "  ".join(words)
     nothing = HandoffEvent(
@@ -287,6 +292,31 @@ def test_lines_that_would_say_nothing_are_left_out() -> None:
     assert not {"pulls", "lock", "grant", "source"} & {line.split()[0] for line in text.splitlines()[1:10]}
     assert "  memory " not in render_handoff(replace(VIEW, told=()))
     assert "may be held by: prefill" in render_handoff(replace(VIEW, settled=("decode",)))
+
+
+@pytest.mark.parametrize(
+    ("settled", "quarantined", "unheard", "lines"),
+    [
+        (("decode", "prefill"), (), (), ["memory     given back everywhere"]),
+        (("decode",), (), (), ["memory     may be held by: prefill"]),
+        (("prefill",), ("prefill",), (), ["memory     may be held by: decode", f"quarantine prefill: {IN_QUARANTINE}"]),
+        (("prefill",), (), ("decode",), ["memory     given back by: prefill", f"unheard    decode: {UNHEARD}"]),
+        (
+            ("decode",),
+            ("decode",),
+            ("prefill",),
+            [f"quarantine decode: {IN_QUARANTINE}", f"unheard    prefill: {UNHEARD}"],
+        ),
+        ((), (), ("prefill", "decode"), [f"unheard    decode, prefill: {UNHEARD}"]),
+    ],
+)
+def test_what_has_not_come_back_is_not_said_to_be_given_back(
+    settled: tuple[str, ...], quarantined: tuple[str, ...], unheard: tuple[str, ...], lines: list[str]
+) -> None:
+    """Memory in quarantine, and that of a worker which did not answer, have lines of their own."""
+    text = render_handoff(replace(VIEW, settled=settled, quarantined=quarantined, unheard=unheard))
+    kinds = ("memory", "quarantine", "unheard")
+    assert [line.strip() for line in text.splitlines() if line.split()[0] in kinds] == lines
 
 
 def test_lists_of_four_are_shown_whole() -> None:

@@ -300,6 +300,13 @@ def test_a_row_begins_before_its_end_by_what_it_shows(
     assert row.duration_ms == shown_ms
 
 
+@pytest.mark.parametrize(("quarantined", "detail"), [(True, "memory in quarantine"), (None, "")])
+def test_a_release_into_quarantine_is_told(quarantined: bool | None, detail: str) -> None:
+    """Beside the others, which say nothing of it."""
+    (row,) = build([_event(EventName.DECODE_RELEASED, 0, "broker", quarantined=quarantined)]).rows
+    assert row.detail == detail
+
+
 def test_every_event_name_has_its_begin_tested() -> None:
     """A new event cannot be forgotten in the table above."""
     assert {row[0] for row in _BEGINS} == set(EventName)

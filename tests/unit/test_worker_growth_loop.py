@@ -51,8 +51,12 @@ def test_who_gave_way_into_quarantine_waits_for_its_end() -> None:
         assert (world.scheduler.num_waiting, world.pool.num_quarantined_blocks) == (0, 2)
         await world.loop.retry_quarantine()
         assert world.scheduler.num_waiting == 0
+        assert [world.loop.has_quarantined(each) for each in ("h1", "h2")] == [False, True]
+        assert world.quarantines == [("began", "h2", 1)]
         await world.loop.retry_quarantine()
         assert (world.scheduler.num_waiting, world.pool.num_quarantined_blocks) == (1, 0)
+        assert not world.loop.has_quarantined("h2")
+        assert world.quarantines == [("began", "h2", 1), ("ended", "h2", 1)]
         while world.older.num_generated_tokens < 12:
             await world.loop.advance()
         await world.loop.release(world.older)

@@ -9,6 +9,7 @@ import pytest
 from common.engine.fake.engine import FakeEngine
 from common.engine.port import EngineError
 from common.runtime.virtual_time import VirtualClock, run_virtual
+from common.worker.core.blocks import Reservation
 from common.worker.core.scheduler import StepLimits
 from common.worker.core.sequence import Sequence
 from common.worker.engine_loop import StepOutcome
@@ -61,6 +62,12 @@ class Mute:
 
     def released(self, *, quarantined: bool) -> None:
         """See `StepObserver.released`."""
+
+    def quarantined(self, sequence: Sequence, memory: Reservation) -> None:
+        """See `StepObserver.quarantined`."""
+
+    def quarantine_ended(self, handoff_id: str, memory: Reservation) -> None:
+        """See `StepObserver.quarantine_ended`."""
 
     def release_failed(self, sequence: Sequence, error: ErrorInfo) -> None:
         """See `StepObserver.release_failed`."""

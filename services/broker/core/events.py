@@ -213,7 +213,7 @@ class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
     """A worker acknowledged its release after `rpc_ms`; or it is not there to do so, and the shell gave up.
 
     `response_rpc_ms` is what a prefill worker says of its own report, `prompt` what a mixed worker says of the prompt, `guesses`
-    what came of them where some were made.
+    what came of them where some were made. `quarantined`: its memory is not free yet.
     """
 
     at_ns: int
@@ -223,6 +223,7 @@ class ReleaseSettled(msgspec.Struct, frozen=True, kw_only=True):
     response_rpc_ms: float | None = None
     prompt: PromptTimes | None = None
     guesses: Guesses | None = None
+    quarantined: bool = False
 
 
 Event: TypeAlias = (

@@ -40,7 +40,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     `record` is what it has decided, `stored` what the bucket held at `revision` when last heard of, `writing` the
     compare-and-set under way. COMMITTED and the terminal states enter `record` only after the bucket has taken them (at
     the deadline: whatever the bucket does); the others are written behind. A `verdict` waits for its compare-and-set.
-    `told` are the workers that may hold something, `settled` those that hold nothing any more. An `adopted` one was begun by
+    `told` are the workers that may hold something, `settled` those of which nothing is waited for any more: they have given all back,
+    some into quarantine (`quarantined`), or are `unheard`: no answer to their release came. An `adopted` one was begun by
     another broker: it is `resumed` once the bucket holds this term, and what that one was told is asked for again; a mixed worker
     that is asked to run once more `may_be_over` with it, and its word of that is under way. One `is_behind` in the bucket, whose last
     write had no answer in all of its time. `num_locks` counts how often the request's lock was taken.
@@ -69,6 +70,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     pull_ended: PullEnded | None = None
     told: frozenset[WorkerRole] = frozenset()
     settled: frozenset[WorkerRole] = frozenset()
+    quarantined: frozenset[WorkerRole] = frozenset()
+    unheard: frozenset[WorkerRole] = frozenset()
     release_asked: frozenset[WorkerRole] = frozenset()
     submit_answered: bool = False
     run_accepted: bool = False

@@ -267,9 +267,9 @@ def worker_ended(turn: Turn, message: RequestEnded) -> None:
     handoff, role = turn.handoff, turn.handoff.ending_role
     if refusal(handoff, message) or role not in handoff.told:
         return
-    if role not in handoff.settled:
-        turn.set(settled=handoff.settled | {role})
-        turn.publish(EventName.DECODE_RELEASED, **_counted(message.guesses))
+    if role not in handoff.settled - handoff.unheard:
+        _given_back(turn, role, quarantined=message.quarantined)
+        turn.publish(EventName.DECODE_RELEASED, quarantined=message.quarantined or None, **_counted(message.guesses))
         turn.measured(message.prompt)
     if role is WorkerRole.DECODE:
         turn.release(WorkerRole.PREFILL, "the request has ended")
@@ -343,20 +343,31 @@ def router_gone(turn: Turn, event: RouterGone) -> None:
 
 
 def settle(turn: Turn, event: ReleaseSettled) -> None:
-    """A worker holds nothing any more."""
+    """A worker holds nothing any more, or does not answer: it is not waited for. Should it answer a later release, that counts."""
     handoff, role = turn.handoff, event.role
-    if role not in handoff.release_asked or role in handoff.settled:
+    if role not in handoff.release_asked or role in handoff.settled - handoff.unheard:
         return
-    turn.set(settled=handoff.settled | {role})
+    if event.acknowledged:
+        _given_back(turn, role, quarantined=event.quarantined)
+    else:
+        turn.set(settled=handoff.settled | {role}, unheard=handoff.unheard | {role})
     # Prefill holds what it has reported until it is released: if it knows nothing of it, the broker before has told people.
     told_before = (
         handoff.adopted and handoff.taken_over and role is WorkerRole.PREFILL and event.response_rpc_ms is None
     )
     if event.acknowledged and not told_before:
         name = EventName.PREFILL_RELEASED if role is WorkerRole.PREFILL else EventName.DECODE_RELEASED
-        told = _counted(event.guesses)
+        told = _counted(event.guesses) | {"quarantined": event.quarantined or None}
         turn.publish(name, rpc_ms=event.rpc_ms, response_rpc_ms=event.response_rpc_ms, **told)
         turn.measured(event.prompt)
+
+
+def _given_back(turn: Turn, role: WorkerRole, *, quarantined: bool) -> None:
+    """A worker says that it holds nothing any more; in quarantine its memory is nobody's, and not free."""
+    handoff = turn.handoff
+    turn.set(settled=handoff.settled | {role}, unheard=handoff.unheard - {role})
+    if quarantined:
+        turn.set(quarantined=handoff.quarantined | {role})
 
 
 def _counted(guesses: Guesses | None) -> dict[str, Any]:

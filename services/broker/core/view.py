@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from contracts.codec import MAX_MESSAGE_BYTES, encode
 from contracts.handoff import HandoffRecord
 from contracts.show import HandoffView, PartView
@@ -17,7 +19,9 @@ def view(handoff: Handoff, max_bytes: int = MAX_MESSAGE_BYTES) -> HandoffView:
         parts=(),
         num_parts=len(parts),
         told=tuple(sorted(handoff.told)),
-        settled=tuple(sorted(handoff.settled)),
+        settled=tuple(sorted(handoff.settled - handoff.unheard)),
+        quarantined=tuple(sorted(handoff.quarantined)),
+        unheard=tuple(sorted(handoff.unheard)),
     )
     shown: list[PartView] = []
     room = max_bytes - len(encode(bare))
@@ -26,9 +30,7 @@ def view(handoff: Handoff, max_bytes: int = MAX_MESSAGE_BYTES) -> HandoffView:
         if room < 0:
             break
         shown.append(part)
-    return HandoffView(
-        record=bare.record, parts=tuple(shown), num_parts=bare.num_parts, told=bare.told, settled=bare.settled
-    )
+    return msgspec.structs.replace(bare, parts=tuple(shown))
 
 
 def view_of_record(record: HandoffRecord) -> HandoffView:

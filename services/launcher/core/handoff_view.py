@@ -45,9 +45,24 @@ def _facts(view: HandoffView) -> Iterator[tuple[str, str]]:
         yield "lock", f"{record.lock.number}, held by {_worker(record.lock.holder)} since {record.lock.taken_at}"
     elif record.pulled:
         yield "lock", "free"
-    if view.told:
-        held = sorted(set(view.told) - set(view.settled))
-        yield "memory", f"may be held by: {', '.join(held)}" if held else "given back everywhere"
+    yield "memory", _memory(view)
+    if view.quarantined:
+        text = "given back, but a writer could still touch it then; the worker's log tells its end (quarantine_ended)"
+        yield "quarantine", f"{', '.join(sorted(view.quarantined))}: {text}"
+    if view.unheard:
+        text = "no answer to the release; what it holds comes back with its process, when it is met again, or at the deadline"
+        yield "unheard", f"{', '.join(sorted(view.unheard))}: {text}"
+
+
+def _memory(view: HandoffView) -> str:
+    """Whose memory is awaited, else whose has come back. Those that were not heard, or gave theirs into quarantine, have lines of their own."""
+    held = set(view.told) - set(view.settled) - set(view.unheard)
+    free = set(view.settled) - set(view.quarantined)
+    if held:
+        return f"may be held by: {', '.join(sorted(held))}"
+    if view.quarantined or view.unheard:
+        return f"given back by: {', '.join(sorted(free))}" if free else ""
+    return "given back everywhere" if view.told else ""
 
 
 def _worker(worker: WorkerRef) -> str:

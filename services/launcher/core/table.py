@@ -75,6 +75,7 @@ def render_event(event: HandoffEvent) -> str:
         ("source_dp_rank", _count(event.source_dp_rank or None)),
         ("destination_dp_rank", _count(event.destination_dp_rank or None)),
         ("finish_reason", event.finish_reason or ""),
+        ("quarantined", "1" if event.quarantined else ""),
         ("error", f"{event.error.code}: {event.error.message}" if event.error else ""),
     )
     return "  ".join([*words, *(f"{name}={value}" for name, value in fields if value)])

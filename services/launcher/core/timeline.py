@@ -261,6 +261,8 @@ def _detail(event: HandoffEvent) -> str:
         words.append(f"{event.num_steps} steps, {event.num_accepted} of {event.num_drafted} guesses right{places}")
     if event.draft_ms is not None and event.verify_ms is not None:
         words.append(f"guessing {event.draft_ms:.1f} ms, verifying {event.verify_ms:.1f} ms")
+    if event.quarantined:
+        words.append("memory in quarantine")
     if event.finish_reason is not None:
         words.append(event.finish_reason)
     if event.error is not None:
