@@ -20,22 +20,23 @@ PATIENCE_S = 60
 class Gate:
     """Holds whoever comes through a function: all of them, until it is opened."""
 
-    entered: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     opened: threading.Event = field(default_factory=threading.Event)
 
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which waits first."""
 
         def held(*arguments: Any, **named: Any) -> Any:
-            self.entered.set()
+            self.entered.release()
             assert self.opened.wait(PATIENCE_S)
             return function(*arguments, **named)
 
         return held
 
-    async def reached(self) -> None:
-        """Wait until somebody is held."""
-        assert await asyncio.to_thread(self.entered.wait, PATIENCE_S)
+    async def reached(self, count: int = 1) -> None:
+        """Wait until so many more are held."""
+        for _ in range(count):
+            assert await asyncio.to_thread(self.entered.acquire, timeout=PATIENCE_S)
 
 
 def hold_reads(transport: str, monkeypatch: pytest.MonkeyPatch) -> Gate:
