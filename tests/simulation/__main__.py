@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from tests.simulation.campaign import Campaign, run_campaign
-from tests.simulation.coverage import coverage_lines, owed
+from tests.simulation.coverage import coverage_lines, not_seen, owed
 from tests.simulation.schedule import make_schedule
 from tests.simulation.simulate import simulate
 
@@ -36,7 +36,10 @@ def main(argv: list[str]) -> int:
     missed = owed(total.num_schedules, set(total.pairs))
     if missed:
         print(f"{total.num_schedules} schedules must reach every pair that can be reached; {len(missed)} were not")
-    return 1 if total.failures or missed else 0
+    unseen = not_seen(total.num_schedules, total.seen)
+    if unseen:
+        print(f"in {total.num_schedules} schedules these must happen, and did not: {', '.join(unseen)}")
+    return 1 if total.failures or missed or unseen else 0
 
 
 def _replay(seed: int) -> int:

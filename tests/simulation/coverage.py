@@ -1,4 +1,4 @@
-"""Which (state, event) pairs of a handoff at the broker have been reached, and which cannot be."""
+"""What schedules must have reached: (state, event) pairs of a handoff at the broker, and what faults do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,42 @@ from typing import Final, get_args
 from contracts.handoff import HandoffState
 from services.broker.core.events import Event
 from services.broker.core.handoff import Handoff
+from tests.simulation.plots import LINK_FAULTS, FaultKind
 
 Pair = tuple[str, str]
 
 ENOUGH_SCHEDULES: Final = 50_000
 """A campaign of so many must have reached every pair that can be reached; some are met once in ten thousand schedules."""
+
+ENOUGH_FOR_EFFECTS: Final = 2_000
+"""A campaign of so many must have seen everything that its faults are there for: each happens once in a few hundred schedules."""
+
+EFFECTS: Final = (
+    *(f"fault:{kind}" for kind in FaultKind),
+    *(f"fault:{kind}:pair" for kind in LINK_FAULTS),
+    *(f"refused_{command}" for command in ("bind", "extend", "link", "digest")),
+    *(f"shard_{what}" for what in ("pulled", "failed", "half", "late", "hung")),
+    *(f"transfer_{what}" for what in ("late", "twice", "half", "refused", "indeterminate", "hung")),
+    "command_held",
+    "drained",
+    "drain_cut_short",
+    "handoff_adopted",
+    "orphan_released",
+    "parts_unanswered",
+    "quarantined",
+    "request:left",
+    "request:length",
+    "request:draining",
+    "router_drained",
+    "router_gone",
+    "sequence_preempted",
+    "step_failed",
+    "takeover",
+    "takeover_by_ranks_that_share",
+    "takeover_with_draft",
+    "worker_gone",
+)
+"""What must have happened: every fault has found somebody, and has done what it is there for."""
 
 _ONE_PLAN: Final = "a plan is looked for before decode is asked to reserve, and nothing is committed without its answer"
 _ONE_GRANT: Final = "decode is asked to reserve once, and nothing is committed without its answer"
@@ -67,6 +98,11 @@ def never_reached(pairs: set[Pair]) -> list[Pair]:
 def owed(num_schedules: int, pairs: set[Pair]) -> list[Pair]:
     """The pairs whose absence is a failure of a campaign: a small one owes none."""
     return never_reached(pairs) if num_schedules >= ENOUGH_SCHEDULES else []
+
+
+def not_seen(num_schedules: int, seen: Counter[str]) -> list[str]:
+    """The effects whose absence is a failure of a campaign: a small one owes none."""
+    return [effect for effect in EFFECTS if not seen[effect]] if num_schedules >= ENOUGH_FOR_EFFECTS else []
 
 
 def coverage_lines(pairs: Counter[Pair], seen: Counter[str]) -> Iterator[str]:

@@ -38,6 +38,7 @@ class DecodeModel:
     pool: BlockPool
     table: HandoffTable = field(default_factory=HandoffTable)
     memory: dict[str, Reservation] = field(default_factory=dict)
+    quarantined: dict[str, Reservation] = field(default_factory=dict)
     started: frozenset[str] = frozenset()
 
     @classmethod
@@ -53,20 +54,21 @@ class DecodeModel:
             setattr(pool, name, copy.copy(getattr(pool, name)))
         for name in ("_by_handoff", "_by_seq", "_tombstones"):
             setattr(table, name, copy.copy(getattr(table, name)))
-        return DecodeModel(self.incarnation, pool, table, dict(self.memory), self.started)
+        return DecodeModel(self.incarnation, pool, table, dict(self.memory), dict(self.quarantined), self.started)
 
     def key(self) -> tuple[object, ...]:
         """What makes two of them the same."""
-        held = tuple(sorted((name, each.generation, each.block_ids, each.slot) for name, each in self.memory.items()))
+        held, kept = _told_apart(self.memory), _told_apart(self.quarantined)
         pool = (tuple(self.pool._free_blocks), tuple(self.pool._free_slots), self.pool.held, self.pool._generation)
         buried = tuple(name for name in map(name_of, range(_MAX_REQUESTS)) if self.table.is_buried(name))
-        return (self.incarnation, held, pool, buried, self.started)
+        return (self.incarnation, held, kept, pool, buried, self.started)
 
     def swapped(self) -> DecodeModel:
         """The same with the two requests in each other's place."""
         there = {name_of(0): name_of(1), name_of(1): name_of(0)}
         after = self.copy()
         after.memory = {there[name]: each for name, each in self.memory.items()}
+        after.quarantined = {there[name]: each for name, each in self.quarantined.items()}
         after.started = frozenset(map(there.__getitem__, self.started))
         after.table = HandoffTable()
         for name in self.memory:
@@ -78,8 +80,11 @@ class DecodeModel:
 
     # What comes. Each changes this model, and returns what goes on its way for the request.
 
-    def obey(self, request: int, item: Item, *, is_whole: bool) -> tuple[Item, ...]:
-        """A command, or the end of a request's decoding. `is_whole`: every part of its cache has landed."""
+    def obey(self, request: int, item: Item, *, is_whole: bool, is_written: bool) -> tuple[Item, ...]:
+        """A command, or the end of a request's decoding.
+
+        `is_whole`: every part of its cache has landed; `is_written`: somebody has been let into its memory, and has not landed yet.
+        """
         name = name_of(request)
         match item:
             case Command(effect=fx.AskReserve(message=reserve)):
@@ -87,21 +92,27 @@ class DecodeModel:
             case Command(effect=fx.AskCommit(message=commit)):
                 return self._commit(name, commit, is_whole=is_whole)
             case Command(effect=fx.AskRelease()):
-                self._free(name)
+                self._free(name, is_written=is_written)
                 return (Told(event=ev.ReleaseSettled(at_ns=0, role=WorkerRole.DECODE, acknowledged=True)),)
             case Decoded():
-                return self._end(name)
+                return self._end(name, is_written=is_written)
             case _:
                 raise AssertionError(item)
 
-    def land(self, request: int, write: Write, *, checks: bool) -> bool:
-        """Bytes land if the cells still hold the grant's generation; say whether. They must be whose the memory is. Changes nothing."""
+    def lets_in(self, request: int, write: Write, *, checks: bool) -> bool:
+        """Whether the cells still hold the grant's generation: from then on the write goes on, whatever becomes of the grant."""
+        return not (checks and self.is_stale(request, write))
+
+    def land(self, request: int, write: Write, *, is_written: bool) -> None:
+        """Bytes land in memory that must be whose they are, or in quarantine. The last one of those who were let in ends that."""
         name, grant = name_of(request), write.grant
-        if checks and self.is_stale(request, write):
-            return False
-        owners = {other for other, each in self.memory.items() if set(each.block_ids) & set(grant.block_ids)}
+        if grant.incarnation != self.incarnation:
+            return  # memory of a start that has died: nobody has it
+        everyone = [*self.memory.items(), *self.quarantined.items()]
+        owners = {other for other, each in everyone if set(each.block_ids) & set(grant.block_ids)}
         assert owners == {name}, f"I2: {name} wrote into memory of {sorted(owners) or 'nobody'}"
-        return True
+        if not is_written and name in self.quarantined:
+            self.pool.end_quarantine((self.quarantined.pop(name).generation,))
 
     def is_stale(self, request: int, write: Write) -> bool:
         """Whether a write is under a grant that is over: nothing makes it good again."""
@@ -155,22 +166,30 @@ class DecodeModel:
         )
         return (accepted, Told(event=ev.DecodeTookOver(at_ns=0, message=over)), Decoded())
 
-    def _end(self, name: str) -> tuple[Item, ...]:
+    def _end(self, name: str, *, is_written: bool) -> tuple[Item, ...]:
         """Decode gives the memory back by itself, then says that it has ended; unless it was released before."""
         if name not in self.memory or name not in self.started:
             return ()
-        self._free(name)
+        self._free(name, is_written=is_written)
         ended = RequestEnded(
             handoff_id=HANDOFF, incarnation=self.incarnation, num_tokens=3, finish_reason=FinishReason.LENGTH
         )
         return (Told(event=ev.WorkerEnded(at_ns=0, message=ended)),)
 
-    def _free(self, name: str) -> None:
+    def _free(self, name: str, *, is_written: bool) -> None:
         memory = self.memory.pop(name, None)
         self.table.remove(name, until=_FOREVER)
         if memory is not None:
             self.pool.next_generation()
-            self.pool.release(memory)
+            if is_written:
+                self.pool.quarantine(memory)
+                self.quarantined[name] = memory
+            else:
+                self.pool.release(memory)
+
+
+def _told_apart(memory: dict[str, Reservation]) -> tuple[object, ...]:
+    return tuple(sorted((name, each.generation, each.block_ids, each.slot) for name, each in memory.items()))
 
 
 def _sequence(table: HandoffTable, name: str) -> Sequence:

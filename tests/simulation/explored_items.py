@@ -35,11 +35,12 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True):
-    """What one source rank writes into one destination rank, under a grant."""
+    """What one source rank writes into one destination rank, under a grant. One `is_locked` has been let in, and lands whatever happens."""
 
     source: int
     destination: int
     grant: Grant
+    is_locked: bool = False
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,14 @@ from tests.simulation.explored_items import (
 )
 from tests.simulation.explored_ranks import RankSymmetry
 
-_WHILE_OPEN = (ev.AskRefused, ev.PartsReported, ev.PrefillEnded, ev.CancelRequested, ev.WorkerGone)
+_WHILE_OPEN = (
+    ev.AskRefused,
+    ev.PartsReported,
+    ev.PrefillEnded,
+    ev.CancelRequested,
+    ev.DeadlinePassed,
+    ev.WorkerGone,
+)
 """Events that mean nothing to a handoff that has ended."""
 
 
@@ -70,8 +77,8 @@ class Lives:
         )
         """Every source rank owes every destination rank one part."""
 
-    def first(self, *, may_repeat: bool, cancels: bool) -> int:
-        """A request that has just been submitted. If it `cancels`, its client leaves at some moment."""
+    def first(self, *, may_repeat: bool, cancels: bool, expires: bool) -> int:
+        """A request that has just been submitted. If it `cancels`, its client leaves at some moment; if it `expires`, it is late."""
         handoff, effects = begin(_submitted(self.planned), Policy())
         number = self.handoffs.of(handoff)
         self._handoff_images[number] = (number,) * len(self._symmetry)  # nothing has been told of any rank
@@ -79,6 +86,8 @@ class Lives:
         life = Life(handoff=number, bag=(), may_repeat=may_repeat)
         if cancels:
             life = self._put(life, leaves)
+        if expires:
+            life = self._put(life, Told(event=ev.DeadlinePassed(at_ns=0)))
         return self.lives.of(self._perform(life, effects))
 
     def of(self, life: int) -> Life:
@@ -118,6 +127,14 @@ class Lives:
             life = self._put(life, item)
         return self.lives.of(life)
 
+    def is_written(self, life: Life) -> bool:
+        """Whether somebody has been let into its memory, and has not landed yet."""
+        return any(isinstance(item, Write) and item.is_locked for item in map(self.items.__getitem__, life.bag))
+
+    def lock(self, life: Life, write: Write) -> int:
+        """The life after a write was let in: it lands at some moment."""
+        return self.with_items(life, (msgspec.structs.replace(write, is_locked=True),))
+
     def land(self, life: Life, write: Write) -> int:
         """The life after a write: its rank reports all that it has written so far, unless prefill has been stopped."""
         life = life._replace(landed=tuple(sorted({*life.landed, (write.source, write.destination)})))
@@ -156,7 +173,8 @@ class Lives:
     def drop_all_but_one(self, life: int, stale: Callable[[Write], bool]) -> int:
         """The life without writes that can only be refused: what one of them does, the others do not do again."""
         before = self.lives[life]
-        useless = {number: w for number in before.bag if isinstance(w := self.items[number], Write) and stale(w)}
+        writes = {number: item for number in before.bag if isinstance(item := self.items[number], Write)}
+        useless = {number: write for number, write in writes.items() if not write.is_locked and stale(write)}
         bag = {number for number in before.bag if number not in useless}
         if useless and not before.is_stopped and not before.has_failed:
             one = next(iter(useless.values()))  # which ranks it is of does not matter any more

@@ -101,11 +101,11 @@ class FaultPlayer:
                     return None
                 bus.cut(notices=fault.severity < 0.5)
                 return bus.heal
-            case FaultKind.OUTAGE | FaultKind.WIPE:
+            case FaultKind.OUTAGE:
                 if not server.is_up:
                     return None
                 server.go_down()
-                return partial(server.come_back, wiped=fault.kind is FaultKind.WIPE)
+                return server.come_back
             case FaultKind.STANDSTILL:
                 server.freeze()
                 return server.thaw

@@ -29,9 +29,7 @@ _NEEDS_ANOTHER: Final = frozenset({Plot.OVERLAP, Plot.AWAKENING})
 _MORE: Final = (FaultKind.STALL, FaultKind.REFUSAL, FaultKind.DRAIN, *LINK_FAULTS)
 """What some schedules have beside their other faults."""
 _BY_CHANCE: Final = tuple(
-    kind
-    for kind in FaultKind
-    if kind not in {FaultKind.OVERLAP, FaultKind.WRITES, FaultKind.STALL, FaultKind.REFUSAL, FaultKind.WIPE}
+    kind for kind in FaultKind if kind not in {FaultKind.OVERLAP, FaultKind.WRITES, FaultKind.STALL, FaultKind.REFUSAL}
 )
 _HAS_MORE: Final = 0.4
 
@@ -236,7 +234,7 @@ def _faults(
 
 
 def _more_faults(rng: random.Random, workers: tuple[WorkerPlan, ...], routers: tuple[str, ...]) -> list[Fault]:
-    """What some schedules have on top of all else: ranks that fail alone, links that fail alone, and routers that drain."""
+    """What some schedules have on top of all else: ranks and links that fail alone, and routers that drain."""
     if rng.random() >= _HAS_MORE:
         return []
     found = []

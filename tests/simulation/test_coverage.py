@@ -19,12 +19,15 @@ from services.broker.core.step import step
 from tests.simulation import __main__ as command
 from tests.simulation.campaign import Campaign
 from tests.simulation.coverage import (
+    EFFECTS,
+    ENOUGH_FOR_EFFECTS,
     ENOUGH_SCHEDULES,
     UNREACHABLE,
     Pair,
     coverage_lines,
     every_pair,
     never_reached,
+    not_seen,
     pair_of,
 )
 from tests.unit.broker_steps import adopted, adopting, record, reserved, reserving
@@ -141,7 +144,8 @@ def test_a_large_campaign_fails_for_what_it_missed(
     reached = Counter(dict.fromkeys(never_reached(set()), 1))
     if misses:
         del reached["committed", "RecordConflict"]
-    found = Campaign(num_schedules=num_schedules, failures=failures, pairs=reached)
+    happened = Counter(dict.fromkeys(EFFECTS, 1))
+    found = Campaign(num_schedules=num_schedules, failures=failures, pairs=reached, seen=happened)
 
     def run_campaign(_seeds: range, *, jobs: int) -> Iterator[Campaign]:
         assert jobs == 1
@@ -149,6 +153,19 @@ def test_a_large_campaign_fails_for_what_it_missed(
 
     monkeypatch.setattr(command, "run_campaign", run_campaign)
     assert command.main(["--jobs", "1"]) == status
+
+
+@pytest.mark.parametrize(("num_schedules", "status"), [(ENOUGH_FOR_EFFECTS, 1), (ENOUGH_FOR_EFFECTS - 1, 0)])
+def test_a_campaign_fails_for_faults_that_did_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_schedules: int, status: int
+) -> None:
+    """A fault that is played and does nothing shows nothing: what it is there for must have happened."""
+    happened = Counter(dict.fromkeys(EFFECTS, 1)) - Counter(transfer_late=1)
+    found = Campaign(num_schedules=num_schedules, seen=happened)
+    monkeypatch.setattr(command, "run_campaign", lambda _seeds, jobs: iter([found] * jobs))
+    assert command.main(["--jobs", "1"]) == status
+    assert ("must happen, and did not: transfer_late" in capsys.readouterr().out) == bool(status)
+    assert not_seen(ENOUGH_FOR_EFFECTS, happened) == ["transfer_late"]
 
 
 def test_what_comes_after_a_handoff_made_way_is_no_pair() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.campaign import Campaign, run_batch, run_campaign
-from tests.simulation.coverage import owed
+from tests.simulation.coverage import coverage_lines, not_seen, owed
 from tests.simulation.planted_faults import PLANTS, Plant
 from tests.simulation.simulate import simulate
 
 NUM_SAMPLED = 20
+NUM_SAMPLED_PAIRS = 70
 NUM_LONG = 100_000
 FIRST_LONG_SEED = 1_000_000
 NUM_SEEDS_TO_FIND = 600
@@ -23,13 +24,9 @@ def test_no_invariant_is_broken_in_a_sample_of_schedules() -> None:
     assert found.seen["takeover"] > NUM_SAMPLED
     assert found.seen["request:length"] > NUM_SAMPLED
     assert found.seen["takeover_by_ranks_that_share"] > 0, "no schedule of the sample has shown anything about dcp"
-
-
-def test_a_seed_gives_the_same_run_again() -> None:
-    """Everything follows from the seed, to the last line of the trace."""
-    first, second = (simulate(4, traced=True).lines for _ in range(2))
-    assert first == second
-    assert len(first) > 10
+    assert len(found.pairs) > NUM_SAMPLED_PAIRS, (
+        "the broker's steps are watched where it calls them: is that still there?"
+    )
 
 
 def finds(invariant: str, *, checks: bool = True) -> bool:
@@ -59,10 +56,13 @@ def test_a_data_plane_that_lets_stale_writes_in_is_found() -> None:
 
 
 @pytest.mark.long
-def test_a_hundred_thousand_schedules() -> None:
-    """The same as the sample, for all of them, in two processes; and every pair that can be reached was reached."""
+def test_a_hundred_thousand_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same as the sample, for all of them, in two processes; and all that can be reached was reached. People get the list."""
     total = Campaign()
     for total in run_campaign(range(FIRST_LONG_SEED, FIRST_LONG_SEED + NUM_LONG), jobs=2):
         assert total.failures == {}
     assert total.num_schedules == NUM_LONG
+    with capsys.disabled():
+        print("", *coverage_lines(total.pairs, total.seen), sep="\n")
     assert owed(NUM_LONG, set(total.pairs)) == []
+    assert not_seen(NUM_LONG, total.seen) == []
