@@ -16,8 +16,8 @@ MUTANTS: Final = (
     Mutant(
         name="merge although a shard failed",
         file="common/engine/transfer/puller.py",
-        before="            if error is None:\n                error = self._merge(pull)",
-        after="            error = self._merge(pull) or error",
+        before="        if error is None:\n            self._merge(pull)\n            error = pull.error\n",
+        after="        self._merge(pull)\n        error = pull.error or error\n",
         tests=_PULLER,
     ),
     Mutant(

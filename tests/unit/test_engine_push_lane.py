@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from queue import SimpleQueue
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from common.dataplane.failpoints import parse_failpoints
-from common.dataplane.fake import FakeDataPlane
-from common.dataplane.fake_network import FakeNetwork
 from common.dataplane.port import Outcome, TransferResult
 from common.engine.transfer import push_lane
-from common.engine.transfer.link_shaper import LinkShaper
 from common.engine.transfer.peers import Peer
-from common.engine.transfer.push_faults import PushFaults
-from common.engine.transfer.push_lane import PushTask
-from common.engine.transfer.pusher import Pusher
-from common.runtime.clock import SystemClock
-from contracts.handoff import Grant
-from contracts.manifest import Namespace, Role
-from contracts.rank import PartPushed, PushOutcome
+from contracts.rank import PushOutcome
+from tests.unit.push_world import Reports, linked, make_pusher, task_of
 
 PATIENCE_S = 60.0
 DONE = TransferResult(outcome=Outcome.DONE)
@@ -31,48 +19,19 @@ FAILED = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason="the deadline ha
 STALE = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason="the generation is another", is_stale=True)
 
 
-def linked() -> Peer:
-    """One link with the worker: a peer that is owed the states of one layer."""
-    planned = SimpleNamespace(dst_rank=0, namespace=Namespace.TARGET, role=Role.SSM, layer=0)
-    part: Any = SimpleNamespace(part=planned, state_bytes=8)
-    return Peer(parts={(Namespace.TARGET, Role.SSM, 0): (part,)}, templates=(), regions={}, num_blocks=1, num_slots=1)
-
-
 class World:
     """A pusher whose writes come to what a test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = SystemClock()
-        plane = FakeDataPlane(FakeNetwork(), peer_id="p", incarnation="i", now=clock.monotonic)
-        points = parse_failpoints("")
-        self.reports: SimpleQueue[PartPushed] = SimpleQueue()
+        self.reports = Reports(PATIENCE_S)
         self.results: list[TransferResult] = []
-        self.pusher = Pusher(
-            rank=0,
-            region=plane.allocate(64, 1),
-            clock=clock,
-            emit=self.reports.put,
-            faults=PushFaults(points, plane),
-            shaper=LinkShaper(points),
-        )
+        self.pusher = make_pusher(self.reports.put)
         monkeypatch.setattr(push_lane, "write_parts", lambda *_: self.results.pop(0))
 
     def push(self, seq: int, peer: Peer) -> tuple[PushOutcome, str]:
         """Push one part of a sequence, and wait for what is said of it."""
-        task = PushTask(
-            seq=seq,
-            handoff_id=f"h{seq}",
-            peer=peer,
-            grant=Grant(worker_id="d", incarnation="j", generation=1, block_ids=(0,), slot=0),
-            namespace=Namespace.TARGET,
-            role=Role.SSM,
-            layer=0,
-            chunk=None,
-            slot=0,
-            queued_ns=0,
-        )
-        self.pusher.submit([task])
-        report = self.reports.get(timeout=PATIENCE_S)
+        self.pusher.submit([task_of(seq, peer)])
+        report = self.reports.next()
         assert (report.seq, report.num_bytes) == (seq, 8 if report.outcome is PushOutcome.DONE else 0)
         return report.outcome, report.reason
 

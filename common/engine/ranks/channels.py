@@ -32,6 +32,8 @@ from contracts.rank_codec import decode_message, encode
 from contracts.rank_pull import PullStopped, RoleMerged, ShardPulled
 
 MAX_PUSH_REPORTS: Final = 1 << 16
+MAX_READ: Final = 256
+"""Datagrams of one rank that are taken in at a time: whoever waits for its reports has a turn, however fast it tells of pushes."""
 
 ReportT = TypeVar("ReportT", PartPushed, RankProgress)
 
@@ -177,8 +179,8 @@ class RankChannels:
             raise
 
     def _read(self, rank: int) -> None:
-        """Take in what a rank has sent; called by the event loop."""
-        while True:
+        """Take in some of what a rank has sent; called by the event loop, again and again while there is more."""
+        for _ in range(MAX_READ):
             try:
                 data = self._connections[rank].recv(MAX_DATAGRAM_BYTES)
             except BlockingIOError:

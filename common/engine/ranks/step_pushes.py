@@ -9,7 +9,7 @@ from common.engine.drafts.handoff import BOOTSTRAP, DRAFT_LAYER, DraftHandoff
 from common.engine.model.mtp_head import FIRST_KEY
 from common.engine.ranks.bound_sequence import BoundSequence
 from common.engine.transfer.peers import Peer
-from common.engine.transfer.push_lane import PushTask
+from common.engine.transfer.push_task import PushTask
 from common.layout.bind import TokenChunk
 from contracts.handoff import Grant
 from contracts.manifest import Namespace, Role

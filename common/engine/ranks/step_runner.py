@@ -17,7 +17,7 @@ from common.engine.ranks.agreement import AgreedError, Agreement
 from common.engine.ranks.bound_sequence import BoundSequence
 from common.engine.ranks.step_buffers import StepBuffers, StepInput, StepSequence
 from common.engine.ranks.step_pushes import StepPush, push_of
-from common.engine.transfer.push_lane import PushTask
+from common.engine.transfer.push_task import PushTask
 from common.engine.transfer.pusher import Pusher
 from common.runtime.clock import Clock
 from contracts.errors import ErrorCode, ErrorInfo, InvalidValueError

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from common.dataplane.port import DataPlane
+from common.engine.transfer.failure_reason import log_unexpected
 from common.engine.transfer.peers import Peer, PeerDraft
 from common.engine.transfer.sources import Source, connect_sources
 from common.runtime.clock import Clock
@@ -129,8 +130,8 @@ class PeerTable:
     def _work(self, worker: WorkerRef, side: PeerSide, draft: PeerDraft, attempt: _Attempt) -> None:
         try:
             self._connect(worker, side, draft, attempt)
-        except OSError:
-            return  # nobody is left to report to: the rank is ending
+        except Exception as error:  # noqa: BLE001 - mostly nobody is left to report to: the rank is ending
+            log_unexpected(error, f"reporting a link with {worker.worker_id}")
         finally:
             with self._guard:
                 self._threads.discard(threading.current_thread())
@@ -144,6 +145,7 @@ class PeerTable:
             else:
                 peers = draft.connect(self._rank, self._data_plane, self._clock, attempt.stop)
         except Exception as error:  # noqa: BLE001 - whatever it is, the report carries it
+            log_unexpected(error, f"linking with {worker.worker_id}")
             problem = error
         with self._guard:
             is_wanted = self._attempts.get(worker) is attempt
@@ -152,7 +154,10 @@ class PeerTable:
                 if problem is None:
                     peers, self._peers[worker] = self._peers.get(worker, ()), peers
         for peer in peers:  # those that nobody wants: the late ones, or the earlier ones
-            peer.close()
+            try:
+                peer.close()
+            except Exception as error:  # noqa: BLE001 - whoever waits for the new link is told of it all the same
+                log_unexpected(error, f"closing a link with {worker.worker_id}")
         if is_wanted:
             self._report(worker, attempt.number, problem)
 

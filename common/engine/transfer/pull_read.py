@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.dataplane.port import Outcome, Region, TransferResult, WriteGrant
+from common.engine.transfer.failure_reason import reason_of
 from common.engine.transfer.merge import fill_zeros
 from common.engine.transfer.push_faults import PushFaults
 from common.engine.transfer.push_write import PushPart
@@ -78,7 +79,7 @@ def read_shard(shard: Shard, target: PullTarget, faults: PushFaults, deadline: f
             return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason="planted by a failpoint")
         return _read(shard, target, faults, deadline)
     except Exception as error:  # noqa: BLE001 - whatever it was, nothing is being written, and the parent must hear of it
-        return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"{type(error).__name__}: {error}")
+        return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=reason_of(error, "a pull"))
 
 
 def _read(shard: Shard, target: PullTarget, faults: PushFaults, deadline: float) -> TransferResult:

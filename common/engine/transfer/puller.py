@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Final
 
 from common.dataplane.port import Outcome, RemoteRegion, TransferResult
+from common.engine.transfer.failure_reason import reason_of
 from common.engine.transfer.link_shaper import LinkShaper
 from common.engine.transfer.merge import copy_within
 from common.engine.transfer.pull_read import PullTarget, Shard, pulled_part, pulled_parts, read_shard, shards_of
@@ -60,7 +60,8 @@ class _Pull:
 class Puller:
     """Reads the shards of pulls, side by side or one after the other. Reports go to `emit`, from the threads and from the caller's.
 
-    `begin`, `drop`, `wait_idle` and `close` are for the rank's thread; only `wait_idle` and `close` wait.
+    `begin`, `drop`, `wait_idle` and `close` are for the rank's thread; only `wait_idle` and `close` wait. Whatever goes wrong in a
+    thread fails the pull that it was busy with, and the thread goes on with the others.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Puller:
     def begin(self, target: PullTarget) -> None:
         """Begin a pull and return. Every shard of it is reported as waiting, before any is read.
 
-        Raises `InvalidValueError` for a lock number that is not above the last one of the sequence, and while its last pull goes on.
+        Raises `InvalidValueError` for a lock number that is not above the last one of the sequence, and while its last pull goes on;
+        and `RuntimeError` where no thread can be started and none is there: then nothing has begun.
         """
         command = target.command
         now, started_ns = self._clock.monotonic(), self._clock.monotonic_ns()
@@ -103,7 +105,11 @@ class Puller:
             self._announce(pull)
             for _ in range(len(pull.waiting) if command.parallel else min(1, len(pull.waiting))):
                 self._ready.append((pull, pull.waiting.popleft()))
-            self._start_threads()
+            try:
+                self._start_threads()
+            except RuntimeError:
+                self._withdraw(pull, last)
+                raise
         if not pull.num_shards:
             self._conclude(pull)  # not by what is left: whoever has read the last shard meanwhile has concluded it
 
@@ -155,24 +161,35 @@ class Puller:
 
     def _announce(self, pull: _Pull) -> None:
         """Report that all shards of a pull wait. To be called under the lock: no thread may say before that it reads one."""
-        with suppress(OSError):  # nobody is left to report to: the rank is ending
-            for shard in pull.waiting:
-                at = ShardPull(source_rank=shard.src_rank, destination_rank=self._rank, state=ShardState.WAITING)
-                self._report(pull, at)
+        for shard in pull.waiting:
+            at = ShardPull(source_rank=shard.src_rank, destination_rank=self._rank, state=ShardState.WAITING)
+            self._report(pull, at)
 
     def _start_threads(self) -> None:
         """As many as there are shards to begin with. To be called under the lock."""
         for _ in range(min(len(self._ready), MAX_THREADS - len(self._threads))):
             thread = threading.Thread(target=self._work, name=f"puller-{self._rank}", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                if self._threads:
+                    return  # those that are there take everything in turn
+                raise
             self._threads.add(thread)
+
+    def _withdraw(self, pull: _Pull, last: _Pull | None) -> None:
+        """As if a pull had never been asked for, and `last` were the last one. To be called under the lock."""
+        self._ready = deque(item for item in self._ready if item[0] is not pull)
+        seq = pull.target.command.seq
+        if last is None:
+            del self._pulls[seq]
+        else:
+            self._pulls[seq] = last
 
     def _work(self) -> None:
         try:
             while (item := self._next()) is not None:
                 self._perform(*item)
-        except OSError:
-            pass  # nobody is left to report to: the rank is ending
         finally:
             with self._changed:
                 self._threads.discard(threading.current_thread())
@@ -193,6 +210,8 @@ class Puller:
                 self._read(pull, shard)
             else:
                 self._skip(pull, shard)
+        except Exception as error:  # noqa: BLE001 - the parent waits for the end of this pull, and other pulls for this thread
+            self._fail(pull, shard, error)
         finally:
             with self._changed:
                 if pull.waiting and not self._closed:
@@ -209,6 +228,9 @@ class Puller:
         self._report(pull, at)
         pull.stop.wait(max((self._faults.delay_s(part) for part in shard.parts), default=0.0))
         result = read_shard(shard, pull.target, self._faults, pull.deadline)
+        if result.outcome is Outcome.INDETERMINATE:
+            with self._changed:
+                pull.unsettled.append(pull.target.source.regions[shard.src_rank])
         over_at = self._shaper.over_at(shard.src_rank, self._rank, result.nbytes, began)
         pull.stop.wait(max(0.0, min(over_at, pull.deadline) - self._clock.monotonic()))
         if over_at > pull.deadline and result.outcome is Outcome.DONE:
@@ -219,8 +241,6 @@ class Puller:
                 pull.arrived.append(shard)
             elif pull.error is None:
                 pull.error = _failure(shard, result)
-            if result.outcome is Outcome.INDETERMINATE:
-                pull.unsettled.append(pull.target.source.regions[shard.src_rank])
         ended = ShardPull(
             source_rank=shard.src_rank,
             destination_rank=self._rank,
@@ -232,6 +252,22 @@ class Puller:
             is_stale=result.is_stale,
         )
         self._report(pull, ended, pulled_parts(shard, pull.target) if is_done else ())
+
+    def _fail(self, pull: _Pull, shard: Shard, error: Exception) -> None:
+        """Report a shard that ended before anybody could say how: it has failed, whatever of it has been read."""
+        reason = reason_of(error, f"pulling a shard of source rank {shard.src_rank}")
+        result = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=reason)
+        with self._changed:
+            pull.error = pull.error or _failure(shard, result)
+        shown = ShardPull(
+            source_rank=shard.src_rank,
+            destination_rank=self._rank,
+            state=ShardState.FAILED,
+            started_ns=pull.started_ns,
+            duration_ms=(self._clock.monotonic_ns() - pull.started_ns) / 1e6,
+            reason=reason,
+        )
+        self._report(pull, shown)
 
     def _skip(self, pull: _Pull, shard: Shard) -> None:
         """Report a shard that does not begin."""
@@ -256,62 +292,75 @@ class Puller:
     def _conclude(self, pull: _Pull) -> None:
         """All shards are over: merge unless one failed, and say that the pull has stopped."""
         try:
-            with self._changed:
-                error = pull.refusal()
-                num_missing = pull.num_shards - len(pull.arrived)
-            if error is None and num_missing:
-                error = ErrorInfo(code=ErrorCode.INTERNAL, message=f"{num_missing} shards ended in an unknown way")
-            if error is None:
-                error = self._merge(pull)
-            command = pull.target.command
-            with self._changed:
-                pull.is_quiet = True  # before it is told: whoever hears of it may begin with the next one at once
-            self._emit(
-                PullStopped(
-                    rank=self._rank,
-                    seq=command.seq,
-                    lock=command.lock,
-                    started_ns=pull.started_ns,
-                    ended_ns=self._clock.monotonic_ns(),
-                    error=error,
-                )
-            )
-        finally:
-            with self._changed:
-                pull.is_quiet = pull.is_over = True
-                self._changed.notify_all()
+            error = self._verdict(pull)
+        except Exception as failure:  # noqa: BLE001 - the parent waits for the end of the pull, whatever it is
+            reason = reason_of(failure, f"merging what was pulled of sequence {pull.target.command.seq}")
+            error = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=f"merge: {reason}")
+        command = pull.target.command
+        with self._changed:
+            pull.is_quiet = True  # before it is told: whoever hears of it may begin with the next one at once
+        self._tell(
+            pull,
+            PullStopped(
+                rank=self._rank,
+                seq=command.seq,
+                lock=command.lock,
+                started_ns=pull.started_ns,
+                ended_ns=self._clock.monotonic_ns(),
+                error=error,
+            ),
+        )
+        with self._changed:
+            pull.is_over = True
+            self._changed.notify_all()
 
-    def _merge(self, pull: _Pull) -> ErrorInfo | None:
+    def _verdict(self, pull: _Pull) -> ErrorInfo | None:
+        """Merge, unless something has failed; what has."""
+        with self._changed:
+            error = pull.refusal()
+            num_missing = pull.num_shards - len(pull.arrived)
+        if error is None and num_missing:
+            error = ErrorInfo(code=ErrorCode.INTERNAL, message=f"{num_missing} shards ended in an unknown way")
+        if error is None:
+            self._merge(pull)
+            error = pull.error
+        return error
+
+    def _merge(self, pull: _Pull) -> None:
         """Bring the states of each role out of the staging row into the slot, copy by copy of the plan."""
         target = pull.target
         command, states = target.command, target.source.states
-        try:
-            for role in STAGED_ROLES:
-                parts = [part for shard in pull.arrived for part in shard.states if part.role is role]
-                if not parts:
-                    continue
-                began_ns = self._clock.monotonic_ns()
-                runs = states.merges(frozenset(parts), target.binding.slot, target.row_base)
-                copy_within(target.region.data, runs)
-                self._emit(
-                    RoleMerged(
-                        rank=self._rank,
-                        seq=command.seq,
-                        lock=command.lock,
-                        role=role,
-                        merge_ms=(self._clock.monotonic_ns() - began_ns) / 1e6,
-                        parts=tuple(pulled_part(part) for part in sorted(parts)),
-                    )
-                )
-        except OSError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the parent waits for the end of the pull, whatever it is
-            return ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=f"merge: {type(error).__name__}: {error}")
-        return None
+        for role in STAGED_ROLES:
+            parts = [part for shard in pull.arrived for part in shard.states if part.role is role]
+            if not parts:
+                continue
+            began_ns = self._clock.monotonic_ns()
+            runs = states.merges(frozenset(parts), target.binding.slot, target.row_base)
+            copy_within(target.region.data, runs)
+            self._tell(
+                pull,
+                RoleMerged(
+                    rank=self._rank,
+                    seq=command.seq,
+                    lock=command.lock,
+                    role=role,
+                    merge_ms=(self._clock.monotonic_ns() - began_ns) / 1e6,
+                    parts=tuple(pulled_part(part) for part in sorted(parts)),
+                ),
+            )
 
     def _report(self, pull: _Pull, shard: ShardPull, parts: tuple[PulledPart, ...] = ()) -> None:
         command = pull.target.command
-        self._emit(ShardPulled(rank=self._rank, seq=command.seq, lock=command.lock, shard=shard, parts=parts))
+        self._tell(pull, ShardPulled(rank=self._rank, seq=command.seq, lock=command.lock, shard=shard, parts=parts))
+
+    def _tell(self, pull: _Pull, report: PullReport) -> None:
+        """Report. What cannot be told fails the pull, and ends no thread: the rank is ending, or its parent stands still."""
+        try:
+            self._emit(report)
+        except Exception as error:  # noqa: BLE001 - see above
+            text = f"a report was lost: {reason_of(error, 'reporting a pull')}"
+            with self._changed:
+                pull.error = pull.error or ErrorInfo(code=ErrorCode.TRANSFER_FAILED, message=text)
 
 
 def _failure(shard: Shard, result: TransferResult) -> ErrorInfo:

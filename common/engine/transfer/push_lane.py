@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from common.dataplane.port import Outcome, Region, TransferResult
+from common.engine.transfer.failure_reason import reason_of
 from common.engine.transfer.link_shaper import LinkShaper
-from common.engine.transfer.peers import Peer
 from common.engine.transfer.push_faults import PushFaults
+from common.engine.transfer.push_report import PushReporter
+from common.engine.transfer.push_task import PushTask
 from common.engine.transfer.push_write import PushPart, write_parts
-from common.layout.bind import TokenChunk
 from common.runtime.clock import Clock
-from contracts.handoff import Grant
-from contracts.manifest import Namespace, Role
-from contracts.rank import PartPushed, PushOutcome
+from contracts.rank import PushOutcome
 
-MAX_QUEUED: Final = 4096
+MAX_QUEUED: Final = 1 << 16
+"""Most tasks of one lane, some 8 MB. What they name is in the caches, so a rank without a free block or slot queues no more, and far
+fewer: a prompt of a model of 64 layers has 32 for each of its chunks, and 96 states at its end.
+"""
 MAX_BATCHED: Final = 32
 """Most tasks of one batch: what has to wait for the end of a write, a release among others, must not wait long."""
-SUBMIT_TIMEOUT_S: Final = 30.0
 WRITE_TIMEOUT_S: Final = 30.0
 
 _OUTCOMES: Final = {
@@ -31,35 +32,27 @@ _OUTCOMES: Final = {
     Outcome.INDETERMINATE: PushOutcome.INDETERMINATE,
 }
 
-
-@dataclass(frozen=True, kw_only=True)
-class PushTask:
-    """What one layer's cache of one sequence has ready: KEY or VALUE of a chunk, or the state in `slot` (then `chunk` is None).
-
-    Blocks and slot are the source's, `grant` names the destination's. `queued_ns` is when the content was complete.
-    """
-
-    seq: int
-    handoff_id: str
-    peer: Peer
-    grant: Grant
-    namespace: Namespace
-    role: Role
-    layer: int
-    chunk: TokenChunk | None
-    slot: int
-    queued_ns: int
-
-
 _Item = tuple[PushTask, PushPart]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """What is taken from the queue at once: tasks of one sequence and the parts that they owe, or why those could not be found."""
+
+    tasks: list[PushTask]
+    items: list[_Item]
+    error: Exception | None = None
+
+
 class PushLane:
-    """A bounded queue of tasks for one worker and the thread that works it off. Reports go to `emit`, from that thread.
+    """A bounded queue of tasks for one worker and the thread that works it off. What becomes of them goes to `reporter`.
 
     What is queued of one sequence is written at once, with one transfer to each destination rank, and reported part by part.
     Nothing waits for a batch to fill. After a part of a sequence has failed, the rest of the sequence is reported as NOT_TRIED; after
-    a write without a known end, everything that is queued to the same `Peer` has failed. When the queue is full, `submit` waits: the computation must not run further ahead.
+    a write without a known end, everything that is queued to the same `Peer` has failed.
+
+    When the queue is full, a sequence with more to push has failed: that is reported once, and what is queued of it is forgotten.
+    Whatever goes wrong in the thread fails the sequence that it was busy with, and the thread goes on with the others.
     """
 
     def __init__(
@@ -69,7 +62,7 @@ class PushLane:
         worker_id: str,
         region: Region,
         clock: Clock,
-        emit: Callable[[PartPushed], None],
+        reporter: PushReporter,
         faults: PushFaults,
         shaper: LinkShaper,
     ) -> None:
@@ -77,7 +70,7 @@ class PushLane:
         self._shaper = shaper
         self._region = region
         self._clock = clock
-        self._emit = emit
+        self._reporter = reporter
         self._faults = faults
         self._changed = threading.Condition()
         self._queues: dict[int, deque[PushTask]] = {}
@@ -86,6 +79,7 @@ class PushLane:
         self._busy_with: int | None = None
         self._num_busy = 0
         self._failed: dict[int, str] = {}
+        self._refused: set[int] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"pusher-{rank}-{worker_id}", daemon=True)
         self._thread.start()
@@ -97,23 +91,38 @@ class PushLane:
             return self._num_tasks + len(self._delayed) + self._num_busy
 
     def submit(self, tasks: Sequence[PushTask]) -> None:
-        """Queue tasks that became ready together; waits while the queue is full. Raises `TimeoutError` when it stays full."""
+        """Queue tasks that became ready together. Never waits for room: a sequence whose tasks find none has failed."""
+        by_seq: dict[int, list[PushTask]] = {}
+        for task in tasks:
+            by_seq.setdefault(task.seq, []).append(task)
+        refused: list[PushTask] = []
+        reason = f"the queue to its worker is full: {MAX_QUEUED} pushes wait"
         with self._changed:
-            if not self._changed.wait_for(self._has_room, SUBMIT_TIMEOUT_S):
-                raise TimeoutError(f"{MAX_QUEUED} pushes are queued, and none was finished in {SUBMIT_TIMEOUT_S} s")
-            for task in tasks:
-                self._queues.setdefault(task.seq, deque()).append(task)
-            self._num_tasks += len(tasks)
+            for seq, group in by_seq.items():
+                if seq in self._refused:
+                    continue
+                if self._closed:
+                    reason = "the thread that writes to its worker has ended"
+                elif self._num_tasks + len(self._delayed) + len(group) <= MAX_QUEUED:
+                    self._queues.setdefault(seq, deque()).extend(group)
+                    self._num_tasks += len(group)
+                    continue
+                self._forget({seq})
+                self._refused.add(seq)
+                self._failed.setdefault(seq, reason)
+                refused.append(group[0])
             self._changed.notify_all()
+        for task in refused:
+            self._reporter.failed(task, reason)
 
     def drop(self, seqs: Iterable[int]) -> None:
         """Forget the tasks of sequences that have not begun. One under way goes on: see `wait_idle`."""
         dropped = set(seqs)
         with self._changed:
+            self._forget(dropped)
+            self._refused -= dropped
             for seq in dropped:
-                self._num_tasks -= len(self._queues.pop(seq, ()))
                 self._failed.pop(seq, None)
-            self._delayed = [(due, item) for due, item in self._delayed if item[0].seq not in dropped]
             self._changed.notify_all()
 
     def wait_idle(self, seq: int, deadline: float) -> bool:
@@ -131,63 +140,34 @@ class PushLane:
         with self._changed:
             return not (self._num_tasks or self._delayed or self._num_busy or self._failed)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes nothing any more: it has been closed, or its thread could not go on."""
+        with self._changed:
+            return self._closed
+
     def close(self) -> None:
         """Drop everything and let the thread end: see `join`. Idempotent."""
         with self._changed:
-            self._closed = True
-            self._queues.clear()
-            self._delayed.clear()
-            self._num_tasks = 0
-            self._changed.notify_all()
+            self._close()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the thread after `close`, so long at most."""
         self._thread.join(max(0.0, timeout_s))
 
-    def _wait_until(self, moment: float) -> None:
-        """Wait, as a slow link would have it, unless the pusher is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed, max(0.0, moment - self._clock.monotonic()))
+    # Under the lock.
 
-    def _has_room(self) -> bool:
-        return self._closed or self._num_tasks + len(self._delayed) < MAX_QUEUED
+    def _close(self) -> None:
+        self._closed = True
+        self._queues.clear()
+        self._delayed.clear()
+        self._num_tasks = 0
+        self._changed.notify_all()
 
-    def _work(self) -> None:
-        while True:
-            items = self._next()
-            if items is None:
-                return
-            try:
-                by_rank: dict[int, list[_Item]] = {}
-                for item in items:
-                    by_rank.setdefault(item[1].copies.part.dst_rank, []).append(item)
-                for dst_rank, group in by_rank.items():
-                    self._push(dst_rank, group)
-            except OSError:
-                return  # nobody is left to report to: the rank is ending
-            finally:
-                with self._changed:
-                    self._busy_with = None
-                    self._num_busy = 0
-                    self._changed.notify_all()
-
-    def _next(self) -> list[_Item] | None:
-        """Wait for the parts to push next, all of one sequence and grant; None when the pusher is closed."""
-        with self._changed:
-            while not self._closed:
-                now = self._clock.monotonic()
-                if self._delayed and min(due for due, _ in self._delayed) <= now:
-                    place = min(range(len(self._delayed)), key=lambda index: self._delayed[index][0])
-                    _, item = self._delayed.pop(place)
-                    self._begin(item[0].seq, 1)
-                    return [item]
-                if self._queues:
-                    tasks = self._take_tasks()
-                    self._begin(tasks[0].seq, len(tasks))
-                    return self._parts_of(tasks, now)
-                soonest = min((due for due, _ in self._delayed), default=None)
-                self._changed.wait(None if soonest is None else soonest - now)
-            return None
+    def _forget(self, seqs: set[int]) -> None:
+        for seq in seqs:
+            self._num_tasks -= len(self._queues.pop(seq, ()))
+        self._delayed = [(due, item) for due, item in self._delayed if item[0].seq not in seqs]
 
     def _begin(self, seq: int, num_tasks: int) -> None:
         self._busy_with, self._num_busy = seq, num_tasks
@@ -195,13 +175,16 @@ class PushLane:
 
     def _take_tasks(self) -> list[PushTask]:
         """What is queued of the sequence whose turn it is; a sequence with more goes to the end of the row."""
-        seq = next(iter(self._queues))
-        queue = self._queues.pop(seq)
-        tasks = [queue.popleft()]
+        seq, queue = next(iter(self._queues.items()))
+        first, num_tasks = queue[0], 1
         while (
-            queue and len(tasks) < MAX_BATCHED and queue[0].grant is tasks[0].grant and queue[0].peer is tasks[0].peer
+            num_tasks < min(len(queue), MAX_BATCHED)
+            and queue[num_tasks].grant is first.grant
+            and queue[num_tasks].peer is first.peer
         ):
-            tasks.append(queue.popleft())
+            num_tasks += 1
+        del self._queues[seq]
+        tasks = [queue.popleft() for _ in range(num_tasks)]
         if queue:
             self._queues[seq] = queue
         self._num_tasks -= len(tasks)
@@ -223,6 +206,60 @@ class PushLane:
                         items.append(item)
         return items
 
+    # In the thread.
+
+    def _work(self) -> None:
+        try:
+            while (batch := self._next()) is not None:
+                self._perform(batch)
+        except Exception as error:  # noqa: BLE001 - of no sequence: nobody knows what is left, so all that wait are told
+            self._break_down(error)
+
+    def _next(self) -> _Batch | None:
+        """Wait for what to push next, all of one sequence and grant; None when the pusher is closed."""
+        with self._changed:
+            while not self._closed:
+                now = self._clock.monotonic()
+                if self._delayed and min(due for due, _ in self._delayed) <= now:
+                    place = min(range(len(self._delayed)), key=lambda index: self._delayed[index][0])
+                    _, item = self._delayed.pop(place)
+                    self._begin(item[0].seq, 1)
+                    return _Batch(tasks=[item[0]], items=[item])
+                if self._queues:
+                    tasks = self._take_tasks()
+                    self._begin(tasks[0].seq, len(tasks))
+                    try:
+                        return _Batch(tasks=tasks, items=self._parts_of(tasks, now))
+                    except Exception as error:  # noqa: BLE001 - told when the lock is free: it is the sequence's failure
+                        return _Batch(tasks=tasks, items=[], error=error)
+                soonest = min((due for due, _ in self._delayed), default=None)
+                self._changed.wait(None if soonest is None else soonest - now)
+            return None
+
+    def _perform(self, batch: _Batch) -> None:
+        """Push a batch; what goes wrong is reported as the failure of its sequence."""
+        try:
+            self._push_all(batch)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the receiver waits for this sequence, and others for this thread
+            task = batch.tasks[0]
+            reason = reason_of(error, f"pushing sequence {task.seq} of rank {self._rank}")
+            self._note_failure(task.seq, reason)
+            self._reporter.failed(task, reason, is_unclear=bool(task.peer.lost))
+        finally:
+            with self._changed:
+                self._busy_with = None
+                self._num_busy = 0
+                self._changed.notify_all()
+
+    def _push_all(self, batch: _Batch) -> None:
+        if batch.error is not None:
+            raise batch.error
+        by_rank: dict[int, list[_Item]] = {}
+        for item in batch.items:
+            by_rank.setdefault(item[1].copies.part.dst_rank, []).append(item)
+        for dst_rank, group in by_rank.items():
+            self._push(dst_rank, group)
+
     def _push(self, dst_rank: int, items: Sequence[_Item]) -> None:
         """Write parts of one sequence to one destination rank, and report each."""
         task = items[0][0]
@@ -235,45 +272,38 @@ class PushLane:
             reason = f"an earlier write to the same peer has no end: {task.peer.lost[0]}"
             result = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=reason)
             outcome = PushOutcome.FAILED_QUIESCED
+            self._note_failure(task.seq, reason)
         elif failed is None:
             deadline = self._clock.monotonic() + WRITE_TIMEOUT_S
             result = write_parts(task.peer, dst_rank, task.grant, parts, self._region, self._faults, deadline)
             outcome = PushOutcome.STALE if result.is_stale else _OUTCOMES[result.outcome]
+            if result.outcome is Outcome.INDETERMINATE:
+                task.peer.lost.append(result.reason or result.outcome.value)
+            if result.outcome is not Outcome.DONE:
+                self._note_failure(task.seq, result.reason or result.outcome.value)
             self._wait_until(self._shaper.over_at(self._rank, dst_rank, result.nbytes, began))
         else:
             result = TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"an earlier part failed: {failed}")
             outcome = PushOutcome.NOT_TRIED
-        took_ns = self._clock.monotonic_ns() - began_ns
-        if failed is None and result.outcome is not Outcome.DONE:
-            with self._changed:
-                self._failed.setdefault(task.seq, result.reason or result.outcome.value)
-            if result.outcome is Outcome.INDETERMINATE:
-                task.peer.lost.append(result.reason or result.outcome.value)
-        total = sum(part.num_bytes for part in parts) or 1
-        before = 0
-        for each, part in items:
-            for start, end in part.ranges:
-                num_bytes = (end - start) * part.unit_bytes
-                # The time of the whole write, shared out by bytes: the sum over all parts stays the time that was spent.
-                started_ns = began_ns + took_ns * before // total
-                before += num_bytes
-                planned = part.copies.part
-                self._emit(
-                    PartPushed(
-                        rank=self._rank,
-                        seq=each.seq,
-                        handoff_id=each.handoff_id,
-                        namespace=planned.namespace,
-                        role=planned.role,
-                        layer=planned.layer,
-                        destination_rank=planned.dst_rank,
-                        start=start,
-                        end=end,
-                        num_bytes=num_bytes if result.outcome is Outcome.DONE else 0,
-                        queued_ns=each.queued_ns,
-                        started_ns=started_ns,
-                        done_ns=began_ns + took_ns * before // total,
-                        outcome=outcome,
-                        reason=result.reason,
-                    )
-                )
+        if lost := self._reporter.ended(items, outcome, result, began_ns):
+            self._note_failure(task.seq, lost)
+
+    def _wait_until(self, moment: float) -> None:
+        """Wait, as a slow link would have it, unless the pusher is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, max(0.0, moment - self._clock.monotonic()))
+
+    def _note_failure(self, seq: int, reason: str) -> None:
+        with self._changed:
+            self._failed.setdefault(seq, reason)
+
+    def _break_down(self, error: Exception) -> None:
+        """Take nothing any more, and report every sequence that waits as failed."""
+        with self._changed:
+            waiting = {queue[0].seq: queue[0] for queue in self._queues.values() if queue}
+            waiting |= {item[0].seq: item[0] for _, item in self._delayed}
+            self._busy_with, self._num_busy = None, 0
+            self._close()
+        reason = reason_of(error, f"choosing what rank {self._rank} pushes next")
+        for task in waiting.values():
+            self._reporter.failed(task, reason)

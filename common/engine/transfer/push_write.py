@@ -8,6 +8,7 @@ from functools import lru_cache
 import msgspec
 
 from common.dataplane.port import Outcome, Region, TransferResult, WriteGrant
+from common.engine.transfer.failure_reason import reason_of
 from common.engine.transfer.peers import Peer
 from common.engine.transfer.push_faults import PushFaults
 from common.layout.bind import TokenChunk
@@ -92,7 +93,7 @@ def write_parts(  # noqa: PLR0917 - called by the pusher alone
                 return result
         return TransferResult(outcome=Outcome.DONE, nbytes=num_bytes)
     except Exception as error:  # noqa: BLE001 - whatever it was, nothing is being written, and the receiver must hear of it
-        return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=f"{type(error).__name__}: {error}")
+        return TransferResult(outcome=Outcome.FAILED_QUIESCED, reason=reason_of(error, "a push"))
 
 
 def cells_of(parts: Sequence[PushPart], lock_cell: int) -> tuple[int, ...]:

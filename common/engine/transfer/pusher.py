@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from common.dataplane.port import Region
+from common.engine.transfer.failure_reason import reason_of
 from common.engine.transfer.link_shaper import LinkShaper
 from common.engine.transfer.push_faults import PushFaults
-from common.engine.transfer.push_lane import PushLane, PushTask
+from common.engine.transfer.push_lane import PushLane
+from common.engine.transfer.push_report import PushReporter
+from common.engine.transfer.push_task import PushTask
 from common.runtime.clock import Clock
 from contracts.rank import PartPushed
 
@@ -18,9 +21,10 @@ JOIN_TIMEOUT_S: Final = 5.0
 
 
 class Pusher:
-    """One lane, with a queue and a thread of its own, for each decode worker that is written to. Reports go to `emit`, from lanes.
+    """One lane, with a queue and a thread of its own, for each decode worker that is written to.
 
-    All calls come from the rank's own thread. See `PushLane` for what a lane promises.
+    Reports go to `emit`: from lanes, and from `submit` of what cannot be queued. All calls come from the rank's own thread. See
+    `PushLane` for what a lane promises.
     """
 
     def __init__(
@@ -36,7 +40,7 @@ class Pusher:
         self._rank = rank
         self._region = region
         self._clock = clock
-        self._emit = emit
+        self._reporter = PushReporter(rank, clock, emit)
         self._faults = faults
         self._shaper = shaper
         self._lanes: dict[str, PushLane] = {}
@@ -47,12 +51,20 @@ class Pusher:
         return sum(lane.num_queued for lane in self._lanes.values())
 
     def submit(self, tasks: Sequence[PushTask]) -> None:
-        """Queue tasks that became ready together; waits while a lane is full. Raises `TimeoutError` when it stays full."""
+        """Queue tasks that became ready together. Never raises, and never waits for a peer: this is amid a step of all ranks.
+
+        What cannot be queued is reported as its sequence's failure.
+        """
         by_worker: dict[str, list[PushTask]] = {}
         for task in tasks:
             by_worker.setdefault(task.grant.worker_id, []).append(task)
         for worker_id, group in by_worker.items():
-            self._lane(worker_id).submit(group)
+            try:
+                self._lane(worker_id).submit(group)
+            except Exception as error:  # noqa: BLE001 - the other ranks compute on, and so must this one
+                reason = reason_of(error, f"queueing what rank {self._rank} pushes to {worker_id}")
+                for task in {task.seq: task for task in group}.values():
+                    self._reporter.failed(task, reason)
 
     def drop(self, seqs: Iterable[int]) -> None:
         """Forget the tasks of sequences that have not begun. One under way goes on: see `wait_idle`."""
@@ -78,14 +90,14 @@ class Pusher:
 
     def _lane(self, worker_id: str) -> PushLane:
         lane = self._lanes.get(worker_id)
-        if lane is None:
+        if lane is None or lane.is_closed:
             self._end_idle()
             lane = self._lanes[worker_id] = PushLane(
                 rank=self._rank,
                 worker_id=worker_id,
                 region=self._region,
                 clock=self._clock,
-                emit=self._emit,
+                reporter=self._reporter,
                 faults=self._faults,
                 shaper=self._shaper,
             )
