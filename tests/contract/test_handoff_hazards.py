@@ -15,35 +15,31 @@
 | a rank process dies | its worker ends loudly | test_a_rank_that_dies_fails_the_engine_loudly, test_one_engine_that_dies_ends_the_worker |
 | one rank cannot do what it is asked | one verdict for all ranks; the process goes on | test_one_rank_that_cannot_run_a_step_fails_it_on_all, test_a_sampling_failure_is_everybodys, test_a_step_that_fails_ends_its_requests_with_the_error_and_the_worker_goes_on |
 | a transfer fails after its prompt was told to be computed | the handoff ends at once, not at its deadline | test_one_rank_that_cannot_push_ends_its_request_alone |
-| there is no room | a bounded number of tries elsewhere, then 429 with a moment to come back | test_attempts_are_bounded, test_a_refused_prompt_is_tried_elsewhere, test_silence_is_asked_about_less_and_less_often_until_there_is_news |
+| there is no room | a bounded number of tries elsewhere, then 429 with a moment to come back | test_attempts_are_bounded, test_a_refused_prompt_is_tried_elsewhere, test_a_refused_request_is_tried_again_later_and_later, test_clients_that_were_refused_together_do_not_come_back_together |
 | messages come twice, late, or in another order | nothing is set aside twice | test_every_handoff_ends_and_all_memory_comes_back, test_every_order_ends_well, test_messages_of_another_start_change_nothing |
-| an answer is lost after its work was done | the question is repeated and answered from the record | test_each_kth_message_is_lost_and_every_request_finishes, test_a_lost_answer_is_asked_for_again, test_the_first_messages_of_a_kind_are_lost_and_every_request_finishes |
-| the client leaves | all who were told of the request hear of it; all memory is back | test_leaving_in_any_phase_gives_all_memory_back, test_a_cancel_reaches_everybody_that_was_told, test_a_client_that_leaves_inside_a_stream_is_noticed |
+| an answer is lost after its work was done | the question is repeated and answered from the record | test_each_kth_message_is_lost_and_every_request_finishes, test_a_lost_answer_is_asked_for_again, test_the_first_messages_of_a_kind_are_lost_and_every_request_finishes, test_each_kth_message_is_lost_and_every_client_is_served |
+| the client leaves | all who were told of the request hear of it; all memory is back | test_leaving_in_any_phase_gives_all_memory_back, test_a_cancel_reaches_everybody_that_was_told, test_a_client_that_leaves_inside_a_stream_is_noticed, test_what_a_client_that_left_has_taken_comes_back |
 | prefill dies while it computes or sends | decode's memory is kept from others, then back; another attempt | test_promises_are_kept_under_three_faults, test_a_death_in_mid_write_is_not_done, test_a_worker_that_falls_silent_is_lost |
 | a broker dies | the next one has a higher fence, and what is under way finishes | test_every_handoff_goes_on_when_its_broker_dies, test_two_broker_processes_on_one_server, test_the_second_goes_on_with_what_a_dead_leader_had_not_committed |
 | the bus is down for seconds | nothing that was acknowledged is lost | test_streams_survive_an_outage_of_nats, test_an_outage_of_the_bus_is_waited_out, test_tokens_of_an_outage_come_in_order_afterwards |
 | a peer stands still and wakes up | its late writes meet a closed grant | test_a_rank_that_wakes_up_changes_nothing, test_a_frozen_writer_that_wakes_up_changes_nothing |
 | what arrived is not what was sent | no answer from it, on any rank | test_one_wrong_block_on_one_rank_fails_its_request_alone, test_what_is_pulled_is_verified_as_well, test_any_byte_of_a_sequence_changes_its_cache_s_digest_and_no_other |
 | a prompt fits nowhere | 413 before anything is set aside | test_bad_requests_are_refused_before_anything_is_allocated, test_a_prompt_of_300000_tokens_that_fits_nowhere_is_refused_at_once |
-| the first token ends the request | nothing more is sent, and both sides are free | test_a_first_token_that_ends_the_request, test_max_tokens_one_ends_on_prefill, test_a_first_token_that_ends_the_request_pulls_nothing |
+| the first token ends the request | nothing more is sent, and both sides are free | test_a_first_token_that_ends_the_request, test_max_tokens_one_ends_on_prefill, test_a_first_token_that_ends_the_request_pulls_nothing, test_an_end_of_sequence_as_first_token_ends_on_prefill, test_a_stop_string_in_the_first_token_ends_the_request |
 | a shard of a pull fails | all shards end before anybody hears of it; no late write | test_a_shard_that_fails_fails_the_pull_once_all_are_over, test_a_shard_that_fails_ends_the_pull_and_gives_everything_back, test_a_release_drops_what_has_not_begun_and_waits_for_the_rest |
 | a source takes its memory back while it is read | what was read does not count | test_what_is_read_after_the_source_took_its_memory_back_does_not_count, test_a_read_that_was_overtaken_does_not_count, test_an_unchecked_generation_is_seen |
 | too much memory is kept from use | the worker leaves, to be started again | test_a_worker_with_too_much_in_quarantine_drains_and_leaves, test_quarantine_that_ends_or_is_small_moves_nobody |
 """
 
-import re
-from pathlib import Path
+from tests.contract.known_tests import known_tests
+from tests.contract.test_reported_faults import rows_of
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_EVENTS = 27
 
 
 def test_every_event_has_tests_and_each_of_them_exists() -> None:
-    """The table above is true: no event twice, and no test in it that was renamed or removed."""
-    rows = re.findall(r"^\| ([^|]+) \|.*\| (test_[^|]*) \|$", __doc__ or "", re.MULTILINE)
+    """The table above is true: no event twice, none without a test that always runs, and no test in it that was renamed or removed."""
+    rows, known = rows_of(__doc__ or ""), known_tests()
     assert len({event for event, _ in rows}) == len(rows) == NUM_EVENTS
-    files = (ROOT / "tests").rglob("test_*.py")
-    known = {
-        name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE)
-    }
-    assert {name for _, names in rows for name in names.split(", ")} - known == set()
+    assert {name for _, names in rows for name in names} - known.keys() == set()
+    assert [event for event, names in rows if not any(known[name] for name in names)] == []
