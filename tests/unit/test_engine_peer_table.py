@@ -285,3 +285,20 @@ def test_a_rank_whose_parent_is_gone_ends_its_attempts_quietly() -> None:
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     world.table.close()
+
+
+def test_an_earlier_link_that_cannot_be_closed_keeps_nobody_waiting_for_the_new_one(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new link is there and told of; the mistake is in the log, with its traceback."""
+    world.link(PEER, 1)
+    assert world.told() == (PEER, 1, None)
+
+    def fail() -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(world.plane.connected[0], "close", fail)
+    world.link(PEER, 2)
+    assert world.told() == (PEER, 2, None)
+    assert world.is_linked(PEER)
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["planted"]
