@@ -16,8 +16,8 @@ Pair = tuple[str, str]
 ENOUGH_SCHEDULES: Final = 50_000
 """A campaign of so many must have reached every pair that can be reached; some are met once in ten thousand schedules."""
 
-ENOUGH_FOR_EFFECTS: Final = 2_000
-"""A campaign of so many must have seen everything that its faults are there for: each happens once in a few hundred schedules."""
+ENOUGH_FOR_EFFECTS: Final = 10_000
+"""A campaign of so many must have seen everything that its faults are there for: the rarest happen once in a thousand schedules."""
 
 EFFECTS: Final = (
     *(f"fault:{kind}" for kind in FaultKind),
