@@ -47,8 +47,9 @@ class HandoffEvent(Versioned, frozen=True, kw_only=True, tag="handoff_event", om
     `started_ns` is when the first of them began, `last_started_ns` when the last did, and `duration_ms` their sum.
     A part is of `role` at `layer` of the model, or with a `namespace` of what is named there: the draft head.
     `trace_id` and `span_id` are those of the request's W3C trace and of the hop that tells.
-    `lock` is the number of the request's lock and `lock_holder` who has it; a pull waited `wait_ms` for its shards and merged one
-    role of them in `merge_ms`; `shard_state` is how the pull of one shard ended.
+    `lock` is the number of the request's lock and `lock_holder` who has it; a pull waited `wait_ms` for its shards, each of which has
+    all roles, so that the events of single roles repeat it, and merged `role` of them in `merge_ms`, or all together where none is
+    named; `shard_state` is how the pull of one shard ended.
     A worker that guessed tokens took `num_steps` steps for those that it generated; it verified `num_drafted` guesses, of which
     `num_accepted` were right: `accepted_at[i]` times the one in place `i + 1` of a step. In these steps, which it may have shared with
     others, guessing took `draft_ms` and the pass that verified `verify_ms`.
