@@ -13,7 +13,7 @@ NUM_SAMPLED = 20
 NUM_SAMPLED_PAIRS = 70
 NUM_LONG = 100_000
 FIRST_LONG_SEED = 1_000_000
-NUM_SEEDS_TO_FIND = 600
+NUM_SEEDS_TO_FIND = 1_000
 _QUICK = {"commit with an open ledger", "return memory twice", "hold for ever"}
 
 
