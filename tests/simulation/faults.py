@@ -24,6 +24,9 @@ _BLINK_S: Final = 0.02
 _BLINK_EVERY_S: Final = 0.3
 _LOOK_EVERY_S: Final = 0.02
 _AT_READING: Final = 0.7
+_AIMED: Final = 0.3
+_AIM_S: Final = 3.0
+_AIM_EVERY_S: Final = 0.001
 
 
 _REFUSED: Final = ("bind", "extend", "link", "digest")
@@ -47,7 +50,15 @@ class FaultPlayer:
         for fault in faults:
             self.num_playing += 1
             self._num_to_come += 1
-            simulation_loop().call_outside(fault.at_s, partial(self._begin, fault))
+            begin = self._aim if fault.kind is FaultKind.STALL and fault.severity >= _AIMED else self._begin
+            simulation_loop().call_outside(fault.at_s, partial(begin, fault))
+
+    def _aim(self, fault: Fault, left_s: float = _AIM_S) -> None:
+        """Begin when something is under way that the fault can hold up, or after a while all the same."""
+        if left_s <= 0 or self._mesh.plane.touches(fault.whom):
+            self._begin(fault)
+        else:
+            simulation_loop().call_outside(_AIM_EVERY_S, partial(self._aim, fault, left_s - _AIM_EVERY_S))
 
     def _begin(self, fault: Fault) -> None:
         verdicts, least = self._mesh.verdicts, NUM_FAULTS[0]

@@ -8,6 +8,7 @@ as over tcp, nothing is written into or read from a rank that stands still befor
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -79,6 +80,8 @@ class Plane:
         self.transfers: dict[Transfer, None] = {}
         self.links: Final = Links()
         self.still: Final = Standstills()
+        self.num_reads: Final[Counter[str]] = Counter()
+        """By source: shards that are being read from it."""
         self.plans: dict[str, tuple[ReshardPlan, int]] = {}
         """By handoff: the plan of its transfer, and how many tokens need not be sent."""
         self.takeovers: dict[str, str] = {}
@@ -124,6 +127,11 @@ class Plane:
                 self._ragged(transfer, seconds)
             case Weather.BLACK_HOLE:
                 self._gives_up(transfer, GIVES_UP_S, arrives=self.rng.random() < 0.7)
+
+    def touches(self, worker_id: str) -> bool:
+        """Whether anything is being written by a worker, to it, or read from it."""
+        ends = ((each.sender.worker_id, each.grant.worker_id) for each in self.transfers)
+        return self.num_reads[worker_id] > 0 or any(worker_id in both for both in ends)
 
     def memory_of(self, grant: Grant) -> ModelMemory:
         """The memory that a grant is for."""

@@ -38,8 +38,12 @@ class Reading:
         plane, source = self._plane, self._command.source
         weather = plane.links.between(source.worker_id, self._reader.worker_id)
         seconds, why = self._what_comes(weather, plane.rng.uniform(*LATENCY_S))
-        if not await self._passes(seconds, source_rank):
-            why = "no answer in time"
+        plane.num_reads[source.worker_id] += 1
+        try:
+            if not await self._passes(seconds, source_rank):
+                why = "no answer in time"
+        finally:
+            plane.num_reads[source.worker_id] -= 1
         if weather is not Weather.BLACK_HOLE:
             self._land()
         memory = plane.memory_of(source)
