@@ -69,10 +69,13 @@ class ModelMemory:
     def add(self, extension: Extension) -> str:
         """Give a bound sequence more blocks. Returns what is wrong with that."""
         problems = [f"block {block}" for block in extension.block_ids if block in self._block_owner]
-        owner = self._owners[extension.seq]
+        owner = self._owners.get(extension.seq)
+        if owner is None:
+            return f"{self.name}: blocks {extension.block_ids} added to sequence {extension.seq}, which owns nothing"
         owner.blocks += extension.block_ids
         self._block_owner.update(dict.fromkeys(extension.block_ids, owner))
-        return f"{self.name}: {', '.join(problems)} have an owner" if problems else ""
+        whose = owner.binding.handoff_id
+        return f"{self.name}: {', '.join(problems)} added to {whose} have an owner" if problems else ""
 
     def give_back(self, seq: int) -> None:
         """End an ownership."""
@@ -114,6 +117,8 @@ class ModelMemory:
             return self._outside(owner, grant, handoff_id, f"slot {grant.slot}")
         size = self._block_size
         for index in range(start // size, -(-end // size)):
+            if index >= len(grant.block_ids):
+                return f"{self.name}: {handoff_id} wrote into block {index} of a grant of {len(grant.block_ids)}"
             block = grant.block_ids[index]
             content = self._blocks.get(block)
             if content is None or content.generation != grant.generation:

@@ -7,14 +7,16 @@ callback whether the process may run now; if not, the callback waits for the pro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context, ContextVar
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 from common.runtime.virtual_time import VirtualTimeLoop
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
+_TOLD_BY_CHANCE: Final = ("was never retrieved", "was destroyed but it is pending!")
+"""How asyncio's messages end that come when memory is collected: no seed decides when that is. `Process.failures` are looked at instead."""
 
 
 class Process:
@@ -44,12 +46,19 @@ class Process:
         """Whether it takes part in anything now."""
         return not (self.is_frozen or self.is_dead)
 
+    def failures(self) -> Iterator[str]:
+        """The errors with which tasks of it have ended: nobody waits for these, and nobody else would hear of it."""
+        for task in self._tasks:
+            error = task.exception() if task.done() and not task.cancelled() else None
+            if error is not None:
+                yield f"a task of {self.name} ended with {error!r}"
+
 
 _PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class SimulationLoop(VirtualTimeLoop):
-    """Virtual time, and processes. Nobody hears of a callback that fails: its process has no log.
+    """Virtual time, and processes. A callback that fails, or anything else that asyncio would log, is one of the `mistakes`.
 
     Campaigns spend much of their time here: what asyncio does to set and run a callback is done in one place each.
     """
@@ -57,6 +66,13 @@ class SimulationLoop(VirtualTimeLoop):
     def __init__(self) -> None:
         super().__init__()
         self._network = Context()
+        self.mistakes: list[str] = []
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """See `asyncio.loop.call_exception_handler`."""
+        message = str(context.get("message", ""))
+        if not message.endswith(_TOLD_BY_CHANCE):
+            self.mistakes.append(f"{message}: {context.get('exception')!r}")
 
     def call_soon(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
@@ -86,8 +102,9 @@ class SimulationLoop(VirtualTimeLoop):
             handle._context.run(handle._callback, *handle._args)
         except (SystemExit, KeyboardInterrupt):
             raise
-        except BaseException:  # noqa: BLE001, S110 - as asyncio does, which would tell its handler
-            pass
+        except BaseException as error:  # noqa: BLE001 - as asyncio does
+            what = getattr(handle._callback, "__qualname__", repr(handle._callback))
+            self.mistakes.append(f"{what} raised {error!r}")
 
     def call_outside(self, delay_s: float, action: Callable[[], object]) -> None:
         """Do something after a delay, on behalf of no process: what is on a wire arrives, whatever became of its sender."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Final
@@ -25,12 +26,15 @@ from contracts.rank import (
 from contracts.rank_pull import PullReport, PullShards, PullStopped
 from contracts.requests import WorkerRef
 from contracts.workers import WorkerDescription
+from tests.simulation.memory_model import Owner
 from tests.simulation.plane import Phase, Plane, Transfer
 from tests.simulation.processes import simulation_loop
 from tests.simulation.schedule import BLOCK_SIZE, Pulls, WorkerPlan
 from tests.simulation.sim_pull import READING, Reading, ReadingClock, SimulatedReads
 
 _MAX_REPORTS: Final = 1 << 16
+_CORRUPTS_ONE_OF: Final = 8
+"""Of as many caches that are verified one is not what was computed."""
 
 
 class SimulatedEngine(FakeEngine):
@@ -56,11 +60,14 @@ class SimulatedEngine(FakeEngine):
         self.__dict__["reads"] = SimulatedReads()
         self._by_head = plan.role != "prefill" and plan.guesses.depth > 0 and plan.guesses.drafter is DrafterKind.MTP
         self._shares = plan.dcp > 1
+        self._takes_over = plan.role == "decode"
+        self._verifies = plan.verifies
         self._plane = plane
         self._ref = WorkerRef(worker_id=plan.worker_id, incarnation=incarnation)
         self.memory = plane.add(self._ref, dp_rank, BLOCK_SIZE)
         self._reports: asyncio.Queue[PartPushed] = asyncio.Queue(_MAX_REPORTS)
         self._begun: set[int] = set()
+        self._heard: dict[int, list[PullReport]] = {}
         self._lost = asyncio.Event()
         self.num_failing_steps = 0
         self.refuses: Counter[str] = Counter()
@@ -87,6 +94,11 @@ class SimulatedEngine(FakeEngine):
         if binding.push is not None:
             ref = WorkerRef(worker_id=binding.push.grant.worker_id, incarnation=binding.push.grant.incarnation)
             self._plane.plans[binding.handoff_id] = (self._links[ref].plan, binding.push.num_cached_tokens)
+        verdicts = self._plane.verdicts
+        if self._verifies and verdicts.corrupts and not zlib.crc32(binding.handoff_id.encode()) % _CORRUPTS_ONE_OF:
+            verdicts.saw("corrupted")
+            verdicts.corrupted.add(binding.handoff_id)
+            self.corrupted.add(binding.handoff_id)
 
     async def link(self, peer: WorkerRef, ranks: tuple[WorkerDescription, ...]) -> None:
         """See `Engine.link`. Where one rank refuses, no other is linked either."""
@@ -111,11 +123,14 @@ class SimulatedEngine(FakeEngine):
         return await super().digest(seq, side, start, end)
 
     async def pull(self, command: PullShards, observe: Callable[[PullReport], None]) -> PullResult:
-        """See `Engine.pull`. What has been read lies here from then on."""
+        """See `Engine.pull`. What has been read lies here from then on: where it was to lie when the pull began, whose ever that is."""
         await self._attend()
+        owner = self.memory.owner(command.seq)
+        grant = None if owner is None else self._own_grant(owner)
 
         def arrived(report: PullReport) -> None:
-            self._arrived(command, report)
+            if owner is not None and grant is not None:
+                self._arrived(owner, grant, report)
             observe(report)
 
         token = READING.set(Reading(self._plane, command, self._ref, self.memory))
@@ -124,18 +139,21 @@ class SimulatedEngine(FakeEngine):
         finally:
             READING.reset(token)
 
-    def _arrived(self, command: PullShards, report: PullReport) -> None:
-        owner = self.memory.owner(command.seq)
-        if isinstance(report, PullStopped) or owner is None:
-            return
-        binding = owner.binding
-        grant = Grant(
+    def _own_grant(self, owner: Owner) -> Grant:
+        return Grant(
             worker_id=self._ref.worker_id,
             incarnation=self._ref.incarnation,
-            generation=binding.generation,
+            generation=owner.generation,
             block_ids=tuple(owner.blocks),
-            slot=binding.slot,
+            slot=owner.binding.slot,
         )
+
+    def _arrived(self, owner: Owner, grant: Grant, report: PullReport) -> None:
+        """Write what a report tells of, once: a pull that is asked for again tells everything again."""
+        heard = self._heard.setdefault(owner.binding.seq, [])
+        if isinstance(report, PullStopped) or any(each is report for each in heard):
+            return
+        heard.append(report)
         for part in report.parts:
             planned = PlannedPart(
                 namespace=part.namespace,
@@ -145,19 +163,20 @@ class SimulatedEngine(FakeEngine):
                 dst_rank=report.rank,
             )
             for start, end in part.ranges:
-                if not owner.started:  # a report may be told again
-                    problem = self.memory.write(grant, binding.handoff_id, planned, start, end)
-                    if problem:
-                        self._plane.verdicts.broken("I2", problem)
+                problem = self.memory.write(grant, owner.binding.handoff_id, planned, start, end)
+                if problem:
+                    self._plane.verdicts.broken("I2", problem)
 
     async def extend(self, command: ExtendSequences) -> None:
         """See `Engine.extend`. Where one rank refuses, the others have given the blocks."""
         await self._attend()
-        await super().extend(command)
-        for extension in command.extensions:
+        for extension in (
+            command.extensions
+        ):  # before a rank would refuse what has an owner: that would be no more than a failed request
             problem = self.memory.add(extension)
             if problem:
                 self._plane.verdicts.broken("I1", problem)
+        await super().extend(command)
         self._refuse("extend")
 
     async def release(self, seqs: tuple[int, ...], generation: int, timeout_ms: int) -> frozenset[int]:
@@ -174,6 +193,7 @@ class SimulatedEngine(FakeEngine):
             if seq not in indeterminate:
                 self.memory.give_back(seq)
                 self._begun.discard(seq)
+                self._heard.pop(seq, None)
         if busy:
             self._plane.verdicts.saw("quarantined")
         return indeterminate | busy
@@ -200,7 +220,7 @@ class SimulatedEngine(FakeEngine):
             binding = self._sequences.get(item.seq)
             if binding is not None and item.seq not in self._begun:
                 self._begun.add(item.seq)
-                if binding.push is None and item.start >= binding.num_prompt_tokens:
+                if binding.push is None and (self._takes_over or item.start >= binding.num_prompt_tokens):
                     self._take_over(binding, item)
             if binding is not None and (not item.token_ids or item.bootstrap):
                 self._check_guesses(binding, item)
@@ -240,6 +260,11 @@ class SimulatedEngine(FakeEngine):
                 "I3", f"{handoff_id} was begun by {plane.takeovers[handoff_id]}, and by {self.memory.name}"
             )
         plane.takeovers[handoff_id] = self.memory.name
+        if item.start != binding.num_prompt_tokens:
+            text = f"{handoff_id} was begun at token {item.start}, behind a prompt of {binding.num_prompt_tokens}"
+            plane.verdicts.broken("I3", text)
+        if handoff_id in plane.verdicts.corrupted:
+            plane.verdicts.broken("I3", f"{handoff_id} was begun with a cache that is not the one that was computed")
         owner, planned = self.memory.owner(binding.seq), plane.plans.get(handoff_id)
         if owner is None or planned is None:
             plane.verdicts.broken("I3", f"{handoff_id} was begun without memory or without a prompt")

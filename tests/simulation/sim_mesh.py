@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.bus.faults import SeededFaults
-from common.bus.lease_term import fence_of
-from common.bus.storage import LEASES_CONFIG
 from common.engine.port import EngineDeadError
 from common.runtime.clock import Clock
 from common.runtime.lifecycle import ServiceEnded
@@ -36,7 +34,8 @@ from tests.simulation.schedule import BLOCK_SIZE, Pulls, Schedule, WorkerPlan
 from tests.simulation.silent_metrics import SilentMetrics
 from tests.simulation.sim_bus import SimulatedBus, SimulatedServer
 from tests.simulation.sim_engine import SimulatedEngine
-from tests.simulation.sim_router import Client, SimulatedRouter, open_router
+from tests.simulation.sim_router import MODEL, Client, SimulatedRouter, open_router
+from tests.simulation.terms import KEEP_ENDED_S, TermLog
 from tests.simulation.verdicts import Verdicts
 
 _RESTART_S: Final = 0.5
@@ -53,7 +52,7 @@ _KINDS: Final[dict[str, type[WorkerService]]] = {
 
 @dataclass(eq=False)
 class Seat:
-    """A service by name, and its present start. `host` and `engines` are of a worker, `leadership` of a broker, `router` of a router."""
+    """A service by name, and its present start. `host` and `engines` are of a worker, `leadership` and `term` of a broker, `router` of a router."""
 
     name: str
     num_starts: int = 0
@@ -64,6 +63,7 @@ class Seat:
     host: WorkerHost | None = None
     engines: tuple[SimulatedEngine, ...] = ()
     leadership: Leadership | None = None
+    term: TermLog | None = None
     router: SimulatedRouter | None = None
     clients: list[Client] = field(default_factory=list)
     frozen_until: float = 0.0
@@ -205,6 +205,7 @@ class SimulatedMesh:
             release_timeout_ms=20,
             deadline_grace_s=2.0,
             reserve_output_tokens=plan.reserved_output_tokens,
+            served_model_name=MODEL,  # else each of its records would look for where the model lies
             **_guess_settings(plan),
             **_pull_settings(plan),
         )
@@ -234,13 +235,18 @@ class SimulatedMesh:
     async def _run_broker(self, seat: Seat, bus: SimulatedBus, group: asyncio.TaskGroup) -> None:
         del group
         settings = BrokerSettings(
-            broker_id=seat.name, call_timeout_s=0.5, release_timeout_s=RELEASE_TIMEOUT_S, store_timeout_s=2.0
+            broker_id=seat.name,
+            call_timeout_s=0.5,
+            release_timeout_s=RELEASE_TIMEOUT_S,
+            store_timeout_s=2.0,
+            keep_ended_s=KEEP_ENDED_S,
         )
+        seat.term = TermLog(self.verdicts, seat.name, self.server)
         seat.leadership = make_leadership(
             settings,
             bus=bus,
             clock=self.clock,
-            log=self.verdicts.log(seat.name),
+            log=seat.term,
             metrics=SilentMetrics(),
             offload=inline,
         )
@@ -274,19 +280,6 @@ class SimulatedMesh:
         leadership = self.seats[name].leadership
         return leadership is not None and leadership.broker is not None
 
-    def knows_end(self, handoff_id: str) -> bool:
-        """Whether a broker that leads knows that a handoff has ended."""
-        leaders = [seat.leadership.broker for seat in self.seats.values() if seat.leadership is not None]
-        known = [broker.handoff(handoff_id) for broker in leaders if broker is not None]
-        return any(handoff is not None and handoff.terminal for handoff in known)
-
-    @property
-    def highest_fence(self) -> int:
-        """That of the broker that leads; 0 when nobody does."""
-        bucket = self.server.buckets[LEASES_CONFIG.name]
-        leaders = [seat for seat in self.seats.values() if seat.leadership is not None and seat.leadership.broker]
-        return max((fence_of(bucket.epoch, entry.revision) for entry in bucket.matching(">") if leaders), default=0)
-
     def unrest(self, *, prompts: bool = True) -> str:
         """Who still holds or does something; "" once everything is as it was in the beginning.
 
@@ -297,12 +290,20 @@ class SimulatedMesh:
         if not brokers:
             return "no broker leads"
         for broker in brokers:
-            if broker.num_in_flight:
-                return f"{broker.broker_id} has {broker.num_in_flight} handoffs in flight"
+            if broker.num_in_flight or broker._driver.num_running:
+                num_effects = broker._driver.num_running
+                return (
+                    f"{broker.broker_id} has {broker.num_in_flight} handoffs in flight, and does {num_effects} things"
+                )
         if self.plane.transfers:
             return f"{len(self.plane.transfers)} transfers are under way"
         for name in self._workers:
             found = self._unrest_of(self.seats[name], prompts=prompts)
+            if found:
+                return f"{name}: {found}"
+        for name in self.schedule.routers:
+            router = self.seats[name].router
+            found = "it is not there" if router is None else router.unrest
             if found:
                 return f"{name}: {found}"
         return ""
@@ -320,6 +321,14 @@ class SimulatedMesh:
             return f"{len(service.table)} handoffs, {num_prompts} prompts, {len(service.tokens)} streams"
         owned = sum(engine.memory.num_owned for engine in seat.engines)
         return f"{owned} sequences own memory of the ranks" if owned else ""
+
+    def check_terms(self) -> None:
+        """Note what a broker that has begun to lead has left behind."""
+        for name in self.schedule.brokers:
+            seat = self.seats[name]
+            broker = None if seat.leadership is None else seat.leadership.broker
+            if broker is not None and seat.term is not None:
+                seat.term.judge(broker)
 
     def check_pools(self) -> None:
         """Raise nothing, but note a block that has no place, or two."""

@@ -62,6 +62,8 @@ class Client:
     """When its request was sent to a router; 0.0 while it waits for one to be there."""
     due: float = 0.0
     """When it has to have ended, by the router's own reckoning; 0.0 while the router has not heard of it."""
+    has_answer: bool = False
+    """Whether it got the whole of it, and its finish reason."""
     moved_at: float = 0.0
     """When it got its last token; before the first, when the router heard of it."""
 
@@ -70,7 +72,12 @@ class Client:
         self.moved_at, self.due = now, now + self.ask.timeout_s
 
     async def take(self, progress: Progress) -> None:
-        """The sink: tokens are the engine's, each once and in order."""
+        """The sink: tokens are the engine's, each once and in order, and the answer is as long as it was to be.
+
+        No engine here draws the end of a sequence, and nobody asks for a stop: every answer ends with its length.
+        """
+        if self.has_answer:
+            self.verdicts.broken("I4", f"request {self.ask.number} goes on behind its end")
         if progress.token_ids and self.verdicts.clock is not None:
             self.moved_at = self.verdicts.clock.monotonic()
         for token in progress.token_ids:
@@ -83,10 +90,19 @@ class Client:
             self.verdicts.broken(
                 "I4", f"request {self.ask.number}: {len(self.token_ids)} tokens of {self.ask.max_tokens}"
             )
-        if progress.finish_reason is FinishReason.LENGTH and len(self.token_ids) != self.ask.max_tokens:
-            self.verdicts.broken("I4", f"request {self.ask.number} ended with {len(self.token_ids)} tokens")
-        if progress.finish_reason is not None:
-            self.end(str(progress.finish_reason))
+        if progress.finish_reason is None:
+            return
+        if progress.finish_reason is not FinishReason.LENGTH or len(self.token_ids) != self.ask.max_tokens:
+            text = f"request {self.ask.number} ended with {len(self.token_ids)} tokens: {progress.finish_reason}"
+            self.verdicts.broken("I4", text)
+        self.has_answer = True
+        self.end(str(progress.finish_reason))
+
+    def let_go(self, task: asyncio.Task[None]) -> None:
+        """Its router does no more for it: because it left, also before that had begun, or because it has ended otherwise."""
+        if not (self.ended or task.cancelled()):
+            self.verdicts.broken("I5", f"request {self.ask.number} was let go of without an end")
+        self.end("left")
 
     def end(self, how: str) -> None:
         """It has ended. The first time counts."""
@@ -124,6 +140,12 @@ class SimulatedRouter:
     def has_route(self) -> bool:
         """Whether a request could be placed now."""
         return any(True for _ in candidates(self._generator.fleet.view(), model=MODEL))
+
+    @property
+    def unrest(self) -> str:
+        """What it still keeps of requests; "" when there is nothing."""
+        counts, boxes = self._generator.loads.counts, self._generator.inbox._mailboxes
+        return f"{sum(counts.values())} requests count on workers, {len(boxes)} mailboxes" if counts or boxes else ""
 
     @property
     def is_draining(self) -> bool:

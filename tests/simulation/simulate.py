@@ -7,10 +7,7 @@ import random
 from functools import partial
 from typing import Final
 
-from common.bus.storage import handoffs_config
 from common.runtime.virtual_time import VirtualClock
-from contracts.codec import decode
-from contracts.handoff import HandoffRecord
 from services.broker import driver as broker_driver
 from services.broker.core.events import Event
 from services.broker.core.handoff import Handoff
@@ -21,9 +18,10 @@ from tests.simulation.faults import FaultPlayer
 from tests.simulation.liveness import Liveness, check_way
 from tests.simulation.plane import Plane
 from tests.simulation.processes import SimulationLoop, simulation_loop
-from tests.simulation.schedule import NUM_FAULTS, NUM_REQUESTS, Schedule, make_schedule
+from tests.simulation.schedule import BLOCK_SIZE, NUM_FAULTS, NUM_REQUESTS, Ask, Schedule, make_schedule
 from tests.simulation.sim_mesh import SimulatedMesh
 from tests.simulation.sim_router import Client
+from tests.simulation.terms import LOOKED_OVER_S, open_records
 from tests.simulation.verdicts import Verdicts
 
 _OPENING_S: Final = 30.0
@@ -31,6 +29,10 @@ _STEP_S: Final = 0.25
 _GRACE_S: Final = 1.0
 _SETTLING_S: Final = 40.0
 _REAPING_S: Final = 30.0
+_PASSAGE_S: Final = 30.0
+_PASSAGE_EVERY: Final = 3
+"""Schedules of which one ends with a request more: it costs as much as a tenth of the others together."""
+_RECORDS_S: Final = 1.0
 _TURNS: Final = 3
 _ASK_AGAIN_S: Final = 0.25
 
@@ -71,6 +73,8 @@ def run_schedule(schedule: Schedule, verdicts: Verdicts, *, checks: bool = True)
     try:
         mesh = SimulatedMesh(schedule, verdicts, clock, plane)
         loop.run_until_complete(_play(mesh))
+        for mistake in (*loop.mistakes, *(each for process in mesh.everybody for each in process.failures())):
+            verdicts.broken("no mistakes", mistake)
         loop.run_until_complete(_reap(mesh))
     finally:
         broker_driver.__dict__["step"] = step
@@ -98,6 +102,7 @@ async def _play(mesh: SimulatedMesh) -> None:
     while True:
         await clock.sleep(_STEP_S)
         mesh.check_pools()
+        mesh.check_terms()
         _check_deadlines(mesh, clients)
         liveness.look()
         now = clock.monotonic()
@@ -110,11 +115,16 @@ async def _play(mesh: SimulatedMesh) -> None:
         if now > last + _SETTLING_S:
             mesh.verdicts.broken("I6", unrest)
             break
-    _check_end(mesh, clients)
+    for client in clients:
+        if not client.ended:
+            mesh.verdicts.broken("I5", f"request {client.ask.number} never ended")
     await check_way(mesh)
     num_asked = mesh.verdicts.seen["asked"]
     if num_asked < NUM_REQUESTS[0] or faults.num_acted < NUM_FAULTS[0]:
         mesh.verdicts.broken("coverage", f"{num_asked} requests and {faults.num_acted} faults are not a whole schedule")
+    if not schedule.seed % _PASSAGE_EVERY:
+        await _check_passage(mesh)
+    await _check_records(mesh)
 
 
 def _ask(mesh: SimulatedMesh, client: Client) -> None:
@@ -128,7 +138,7 @@ def _ask(mesh: SimulatedMesh, client: Client) -> None:
     seat.clients.append(client)
     mesh.clients.append(client)
     client.task = seat.process.spawn(seat.router.serve(client))
-    client.task.add_done_callback(lambda _task: client.end("left"))  # before it had begun, or it has ended otherwise
+    client.task.add_done_callback(client.let_go)
     if client.ask.leaves_after_s is not None:
         simulation_loop().call_outside(client.ask.leaves_after_s, client.task.cancel)
 
@@ -144,23 +154,47 @@ def _check_deadlines(mesh: SimulatedMesh, clients: list[Client]) -> None:
             client.end("overdue")
 
 
-def _check_end(mesh: SimulatedMesh, clients: list[Client]) -> None:
-    for client in clients:
-        if not client.ended:
-            mesh.verdicts.broken("I5", f"request {client.ask.number} never ended")
-    bucket = mesh.server.buckets.get(handoffs_config(1.0).name)
-    for entry in [] if bucket is None else bucket.matching(">"):
-        record = None if entry.deleted else decode(entry.value, HandoffRecord)
-        if record is None or record.state.terminal:
-            continue
-        if mesh.knows_end(
-            record.handoff_id
-        ):  # its leader could not write that: the next one will find it, and end it again
-            mesh.verdicts.saw("record_behind")
-        elif record.fence < mesh.highest_fence:  # a leader that was frozen wrote it after it had been deposed: likewise
-            mesh.verdicts.saw("record_orphaned")
-        else:
-            mesh.verdicts.broken("I5", f"the record of {record.handoff_id} says {record.state} for ever")
+async def _check_passage(mesh: SimulatedMesh) -> None:
+    """To see a way is not to go it: one more request, of one of the routers, gets its answer."""
+    schedule = mesh.schedule
+    ask = Ask(
+        number=len(schedule.asks),
+        router=schedule.routers[-1],
+        at_s=0.0,
+        num_prompt_tokens=BLOCK_SIZE + 1,
+        max_tokens=2,
+        seed=schedule.seed,
+        temperature=0.0,
+        timeout_s=_PASSAGE_S,
+        leaves_after_s=None,
+    )
+    client = Client(ask, mesh.verdicts)
+    mesh.verdicts.corrupts = False
+    _ask(mesh, client)
+    until = mesh.clock.monotonic() + _PASSAGE_S + _GRACE_S
+    while not client.ended and mesh.clock.monotonic() < until:
+        await mesh.clock.sleep(_STEP_S)
+    if not client.has_answer:
+        how = client.ended or "nothing"
+        mesh.verdicts.broken("liveness", f"all is over, and a request that is asked now ends with {how}")
+
+
+async def _check_records(mesh: SimulatedMesh) -> None:
+    """Every record says in the end that its handoff is over.
+
+    One that a leader could not write, and one that a deposed leader wrote as its last, wait for the leader's later look at the bucket.
+    """
+    until = mesh.clock.monotonic() + LOOKED_OVER_S
+    is_told = False
+    while left := open_records(mesh.server):
+        if not is_told:
+            is_told = True
+            mesh.verdicts.saw("record_left_open")
+        if mesh.clock.monotonic() > until:
+            for record, _ in left:
+                mesh.verdicts.broken("I5", f"the record of {record.handoff_id} says {record.state} for ever")
+            return
+        await mesh.clock.sleep(_RECORDS_S)
 
 
 async def _reap(mesh: SimulatedMesh) -> None:
