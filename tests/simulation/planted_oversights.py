@@ -11,6 +11,9 @@ from typing import Final
 import msgspec
 import pytest
 
+from common.bus import rpc
+from common.bus.port import Message
+from common.bus.queues import QueuedSubscription
 from common.bus.rpc import RefusedError
 from common.runtime.clock import Clock
 from common.worker import host
@@ -24,6 +27,7 @@ from common.worker.service import WorkerService
 from contracts.errors import CodecError, ErrorCode
 from contracts.handoff import HandoffRecord
 from contracts.rank import Extension
+from contracts.requests import TokenFrame
 from services.broker.live import Live
 from services.broker.records import Records
 from services.broker.strays import Strays
@@ -31,6 +35,8 @@ from services.decode import verification
 from services.router.core.course import Course
 from services.router.core.text_stream import TextPiece, TextStream
 from services.router.generation import Generator, Sink
+from services.router.interruption import Interruptible
+from services.router.token_inbox import Mailbox
 from tests.simulation.planted_faults import Plant
 
 
@@ -178,9 +184,51 @@ def turn_away_the_third(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerService, "check_new", check_new)
 
 
+def keep_little(patch: pytest.MonkeyPatch) -> None:
+    """A connection has room for one message that waits to be read."""
+    inner = QueuedSubscription.offer
+
+    def offer(queue: QueuedSubscription, message: Message) -> None:
+        queue._max_pending = 1
+        inner(queue, message)
+
+    patch.setattr(QueuedSubscription, "offer", offer)
+
+
+def handle_one_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    """A service has room for one request of its peers."""
+    patch.setattr(rpc, "MAX_HANDLERS", 1)
+
+
+def hold_one_frame(patch: pytest.MonkeyPatch) -> None:
+    """A router has no room for what a request has not read yet."""
+    inner = Mailbox.put
+
+    def put(mailbox: Mailbox, frame: TokenFrame) -> None:
+        mailbox._limit = 0
+        inner(mailbox, frame)
+
+    patch.setattr(Mailbox, "put", put)
+
+
+def ignore_deadlines(patch: pytest.MonkeyPatch) -> None:
+    """A router waits for a request as long as it takes."""
+
+    async def enter(scope: Interruptible) -> Interruptible:
+        scope._timeout = asyncio.timeout(None)
+        await scope._timeout.__aenter__()
+        return scope
+
+    patch.setattr(Interruptible, "__aenter__", enter)
+
+
 OVERSIGHTS: Final[dict[str, tuple[Plant, str, str]]] = {
     "leave every second record": (leave_every_second_record, "I5", "nobody goes on with"),
     "never look over records": (never_look_over_records, "I5", "for ever"),
+    "keep little": (keep_little, "I7", "a queue has"),
+    "handle one at a time": (handle_one_at_a_time, "I7", "no room for another rpc"),
+    "hold one frame": (hold_one_frame, "I7", "does not read"),
+    "ignore deadlines": (ignore_deadlines, "I5", "after its deadline"),
     "fail in a callback": (fail_in_a_callback, "no mistakes", "planted"),
     "fail to drain": (fail_to_drain, "no mistakes", "planted"),
     "lose the end of a grant": (lose_the_end_of_a_grant, "I2", "of a grant of"),

@@ -10,7 +10,7 @@ from common.bus.errors import BusTimeout, BusUnavailable
 from common.bus.faults import Faults, Trip
 from common.bus.memory import MemoryBus, MemoryServer
 from common.bus.memory_broker import STORE_TIMEOUT_S
-from common.bus.observer import NoObserver
+from common.bus.observer import BusObserver
 from common.bus.port import Headers, Message
 from common.bus.queues import QueuedWatch
 from common.runtime.clock import Clock
@@ -22,8 +22,9 @@ T = TypeVar("T")
 class SimulatedServer(MemoryServer):
     """What is under way here is on a wire: it arrives, whatever became of the process that sent it."""
 
-    def __init__(self, clock: Clock, faults: Faults) -> None:
+    def __init__(self, clock: Clock, faults: Faults, observer: BusObserver) -> None:
         super().__init__(clock, faults=faults)
+        self._observer = observer
         self.num_messages = 0
 
     @property
@@ -33,7 +34,7 @@ class SimulatedServer(MemoryServer):
 
     def link(self) -> SimulatedBus:
         """Return a new connection."""
-        return SimulatedBus(self)
+        return SimulatedBus(self, self._observer)
 
     def route(self, message: Message) -> int:
         """See `MemoryBroker.route`. Who is cut off gets no answer."""
@@ -59,8 +60,8 @@ class SimulatedServer(MemoryServer):
 class SimulatedBus(MemoryBus):
     """One connection. While it is cut off all that it sends or is sent is lost; with `notices` it also knows."""
 
-    def __init__(self, server: SimulatedServer) -> None:
-        super().__init__(server, NoObserver())
+    def __init__(self, server: SimulatedServer, observer: BusObserver) -> None:
+        super().__init__(server, observer)
         self.is_cut = False
         self._notices = False
         self._patterns: dict[QueuedWatch, tuple[str, str]] = {}

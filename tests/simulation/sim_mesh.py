@@ -28,6 +28,7 @@ from services.broker.settings import BrokerSettings
 from services.decode.service import DecodeService
 from services.mixed.service import MixedService
 from services.prefill.service import PrefillService
+from tests.simulation.bounds import BoundsObserver
 from tests.simulation.plane import Plane
 from tests.simulation.processes import Process, simulation_loop
 from tests.simulation.schedule import BLOCK_SIZE, Pulls, Schedule, WorkerPlan
@@ -83,7 +84,7 @@ class SimulatedMesh:
         self.clock = clock
         self.plane = plane
         self.noise = SeededFaults(random.Random(schedule.seed + 1))
-        self.server = SimulatedServer(clock, self.noise)
+        self.server = SimulatedServer(clock, self.noise, BoundsObserver(verdicts))
         self.seats = {name: Seat(name) for name in schedule.processes}
         self.everybody: list[Process] = []
         self.clients: list[Client] = []

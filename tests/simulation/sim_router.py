@@ -32,7 +32,7 @@ from services.router.core.vocabulary import Vocabulary
 from services.router.dispatch import Dispatcher, Job
 from services.router.fleet import Fleet
 from services.router.generation import Generator, Progress
-from services.router.interruption import Interruptible
+from services.router.interruption import Interruptible, SlowReaderError
 from services.router.metrics import RouterMetrics
 from services.router.replaying import Replayer
 from services.router.token_inbox import TokenInbox
@@ -185,6 +185,8 @@ class SimulatedRouter:
                 async with scope:
                     await self._generator.run(job, deadline, client.take, scope)
         except PdmeshError as error:
+            if isinstance(error, SlowReaderError):  # a client takes at once what it gets
+                client.verdicts.broken("I7", f"request {ask.number}: {error.message}")
             client.end(str(error.code))
         except asyncio.CancelledError:
             client.end("left")

@@ -13,6 +13,7 @@ from services.broker.core.events import Event
 from services.broker.core.handoff import Handoff
 from services.broker.core.step import step
 from services.broker.core.turn import Outcome
+from tests.simulation.bounds import watched_tasks
 from tests.simulation.coverage import UNREACHABLE, pair_of
 from tests.simulation.faults import FaultPlayer
 from tests.simulation.liveness import Liveness, check_way
@@ -72,7 +73,8 @@ def run_schedule(schedule: Schedule, verdicts: Verdicts, *, checks: bool = True)
     broker_driver.__dict__["step"] = noted  # where the broker calls it
     try:
         mesh = SimulatedMesh(schedule, verdicts, clock, plane)
-        loop.run_until_complete(_play(mesh))
+        with watched_tasks(verdicts):
+            loop.run_until_complete(_play(mesh))
         for mistake in (*loop.mistakes, *(each for process in mesh.everybody for each in process.failures())):
             verdicts.broken("no mistakes", mistake)
         loop.run_until_complete(_reap(mesh))
