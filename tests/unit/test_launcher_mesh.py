@@ -75,12 +75,14 @@ class _Router(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0)] = 8000
     expected_workers: tuple[str, ...] = ()
+    request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
 
 
 class _Broker(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     nats_url: str = ""
+    record_ttl_s: float = 3600.0
     drain_timeout_s: float = 30.0
 
 
