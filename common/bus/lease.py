@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from common.bus.errors import BusError, BusTimeout, BusUnavailable, RevisionConflict
-from common.bus.lease_term import Term, fence_of
+from common.bus.lease_term import REVISION_BITS, Term, fence_of
 from common.bus.port import Bucket
 from common.runtime.clock import Clock, Deadline
 from common.runtime.lifecycle import Log
@@ -129,8 +129,21 @@ class Lease:
                 self._log.info("lease_not_renewed", key=self._key, error=repr(error))
                 await self._clock.sleep(_RETRY_SHARE * self._ttl_s)
             else:
+                if await self._is_of_another_life(term):
+                    return "the store was lost, and the term with it"
                 self._term = term.renewed(revision=revision, sent_at=sent_at)
                 return ""
+
+    async def _is_of_another_life(self, term: Term) -> bool:
+        """Whether the store was lost since the term began: revisions have begun anew then, and a write over one of them says nothing.
+
+        The caller's timeout bounds it.
+        """
+        while True:
+            try:
+                return fence_of(await self._bucket.epoch(), term.fence & (1 << REVISION_BITS) - 1) != term.fence
+            except BusError:
+                await self._clock.sleep(_RETRY_SHARE * self._ttl_s)
 
     async def _read(self) -> tuple[bytes, int] | None:
         while True:

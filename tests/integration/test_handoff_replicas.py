@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from common.engine.port import StepResult
 from common.engine.transfer.peer_table import PeerTable
 from common.engine.transfer.peers import Peer
 from common.layout.replicas import plan_workers
@@ -180,13 +182,30 @@ async def hand_over(world: World) -> Outcome:
     return outcome
 
 
+@contextmanager
+def steps_held(engines: Sequence[StartedEngine]) -> Iterator[None]:
+    """No step begins meanwhile: whoever comes second finds the first one still there, however slow the machine is."""
+    gate = asyncio.Event()
+
+    async def held(step: Callable[[StepPlan], Awaitable[StepResult]], plan: StepPlan) -> StepResult:
+        await gate.wait()
+        return await step(plan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for started in engines:
+            patch.setattr(started.engine, "step", partial(held, started.engine.step))
+        yield
+        gate.set()
+
+
 async def _hand_over(world: World, mesh: Mesh) -> Outcome:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=1, temperature=0.0, ignore_eos=True)
     reserved: dict[str, Reserved] = {}
-    for handoff in PROMPTS:
-        await mesh.send_prompt("prefill", "prefill-0", handoff)
-        reserved[handoff] = await mesh.reserve(sampling, handoff)
-        assert await mesh.run(reserved[handoff], sampling=sampling) == Accepted(handoff_id=handoff)
+    with steps_held(world.engines[WorkerRole.PREFILL]):
+        for handoff in PROMPTS:
+            await mesh.send_prompt("prefill", "prefill-0", handoff)
+            reserved[handoff] = await mesh.reserve(sampling, handoff)
+            assert await mesh.run(reserved[handoff], sampling=sampling) == Accepted(handoff_id=handoff)
     first: dict[str, int] = {}
     errors: dict[str, ErrorInfo] = {}
     while len(first) + len(errors) < len(PROMPTS):

@@ -112,11 +112,11 @@ class FaultPlayer:
                     return None
                 bus.cut(notices=fault.severity < 0.5)
                 return bus.heal
-            case FaultKind.OUTAGE:
+            case FaultKind.OUTAGE | FaultKind.WIPE:
                 if not server.is_up:
                     return None
                 server.go_down()
-                return server.come_back
+                return partial(server.come_back, wiped=fault.kind is FaultKind.WIPE)
             case FaultKind.STANDSTILL:
                 server.freeze()
                 return server.thaw

@@ -37,6 +37,7 @@ class FaultKind(StrEnum):
     RAGGED_LINK = "ragged_link"  # transfers arrive twice, half, not at all, or after their sender gave up
     STALL = "stall"  # one rank of a worker stands still, and with it every command to all of them
     REFUSAL = "refusal"  # one rank of a worker refuses a command that the others obey
+    WIPE = "wipe"  # the bus is down, and comes back with an empty store
 
 
 LINK_FAULTS: Final = (FaultKind.SLOW_LINK, FaultKind.BLACK_HOLE, FaultKind.RAGGED_LINK)

@@ -26,10 +26,12 @@ _PATIENCE_S: Final = 120.0
 _LONG_ANSWERS: Final = (24, 48)
 _NEEDS_ANOTHER: Final = frozenset({Plot.OVERLAP, Plot.AWAKENING})
 """Plots in which another broker has to take over at its time."""
-_MORE: Final = (FaultKind.STALL, FaultKind.REFUSAL, FaultKind.DRAIN, *LINK_FAULTS)
+_MORE: Final = (FaultKind.STALL, FaultKind.REFUSAL, FaultKind.DRAIN, FaultKind.WIPE, *LINK_FAULTS)
 """What some schedules have beside their other faults."""
 _BY_CHANCE: Final = tuple(
-    kind for kind in FaultKind if kind not in {FaultKind.OVERLAP, FaultKind.WRITES, FaultKind.STALL, FaultKind.REFUSAL}
+    kind
+    for kind in FaultKind
+    if kind not in {FaultKind.OVERLAP, FaultKind.WRITES, FaultKind.STALL, FaultKind.REFUSAL, FaultKind.WIPE}
 )
 _HAS_MORE: Final = 0.4
 
@@ -234,7 +236,7 @@ def _faults(
 
 
 def _more_faults(rng: random.Random, workers: tuple[WorkerPlan, ...], routers: tuple[str, ...]) -> list[Fault]:
-    """What some schedules have on top of all else: ranks and links that fail alone, and routers that drain."""
+    """What some schedules have on top of all else: ranks and links that fail alone, routers that drain, a store that is lost."""
     if rng.random() >= _HAS_MORE:
         return []
     found = []
@@ -242,6 +244,8 @@ def _more_faults(rng: random.Random, workers: tuple[WorkerPlan, ...], routers: t
         kind, whom, peer = rng.choice(_MORE), rng.choice(workers).worker_id, ""
         if kind is FaultKind.DRAIN:
             whom = rng.choice(routers)
+        elif kind is FaultKind.WIPE:
+            whom = ""
         elif kind in LINK_FAULTS:
             whom = rng.choice([worker.worker_id for worker in workers if worker.role == "prefill"])
             peer = rng.choice([worker.worker_id for worker in workers if worker.role == "decode"])

@@ -11,7 +11,7 @@ from tests.simulation.planted_oversights import OVERSIGHTS
 from tests.simulation.simulate import simulate
 
 NUM_SAMPLED = 20
-NUM_SAMPLED_PAIRS = 70
+NUM_SAMPLED_PAIRS = 60
 NUM_LONG = 100_000
 FIRST_LONG_SEED = 1_000_000
 NUM_SEEDS_TO_FIND = 1_000

@@ -318,3 +318,23 @@ def test_the_loss_of_the_store_ends_the_term_and_begins_one_with_a_larger_fence(
         assert after.fence > before.fence
 
     run_virtual(main)
+
+
+def test_a_write_over_a_revision_of_another_life_of_the_store_prolongs_no_term() -> None:
+    """The first writes of two lives have the same number: who led before the loss would lead on, under a fence that nobody obeys."""
+
+    async def main(clock: VirtualClock) -> None:
+        server = MemoryServer(clock)
+        bucket = await server.connect().ensure_bucket(CONFIG)
+        old, new = lease(bucket, clock, "old"), lease(bucket, clock, "new")
+        before = await old.acquire()
+        server.go_down()
+        server.come_back(wiped=True)
+        between = await new.acquire()
+        assert between.revision == before.revision
+        async with asyncio.timeout(TTL_S):
+            assert await old.keep() == "the store was lost, and the term with it"
+        after = await old.acquire()
+        assert after.fence > between.fence
+
+    run_virtual(main)
