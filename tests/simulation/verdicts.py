@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, Final
 
 from common.runtime.clock import Clock
+from contracts.errors import ErrorCode
 from tests.simulation.coverage import Pair
 
 _NEVER: Final = frozenset(
@@ -27,6 +28,9 @@ _NEVER: Final = frozenset(
 """Log lines that tell of a mistake of ours, whatever the faults."""
 _CORRUPT: Final = "cache_corrupt"
 """Tells of a mistake, too, but of a handoff whose cache was `corrupted`."""
+_REFUSED: Final = "message_refused"
+"""Tells of a mistake, but for a handoff that went with the store: the next broker cannot know of it."""
+_WIPED: Final = "fault:wipe"
 _MAX_VIOLATIONS: Final = 6
 
 
@@ -92,9 +96,14 @@ class SimulatedLog:
     def error(self, event: str, **fields: Any) -> None:
         """See `Log.error`."""
         self.info(event, **fields)
-        is_known = event == _CORRUPT and fields["handoff_id"] in self._verdicts.corrupted
-        if event in _NEVER and not is_known:
+        if event in _NEVER and not self._is_owed(event, fields):
             self._verdicts.broken("no mistakes", f"{self._process} logged {event}: {_shown(fields)}")
+
+    def _is_owed(self, event: str, fields: dict[str, Any]) -> bool:
+        if event == _CORRUPT:
+            return fields["handoff_id"] in self._verdicts.corrupted
+        is_unknown = event == _REFUSED and fields.get("error_code") == ErrorCode.UNKNOWN_HANDOFF
+        return is_unknown and bool(self._verdicts.seen[_WIPED])
 
     warning = error
 
